@@ -15,8 +15,9 @@ from kenosis_ort.graph.files import write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.option_types import check_model
+from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.attention import fuse_attention
-from kenosis_ort.rewrite.prepare import PREPARATION, prepare
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute

@@ -7,10 +7,13 @@ node. It is pure data, which goes to JSON, and what ``explain`` prints.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any, Literal
+
+from onnx import TensorProto
 
 from kenosis_ort.errors import OptionError, did_you_mean, printable
 from kenosis_ort.storage.data import to_data
@@ -217,3 +220,73 @@ class PlacementPlan:
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA_VERSION, **to_data(self)}, indent=1, sort_keys=True)
+
+
+OutputPolicy = Literal["auto", "float", "int8"]
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """The caller's options as the planner needs them.
+
+    Attributes:
+        op_types: Operator types the caller named, None if none were, or all of the model's.
+        nodes: Names of the only nodes to quantize, None for all.
+        nodes_to_exclude: Names of nodes that stay float.
+        activation_type: ONNX element type of activations.
+        weight_type: ONNX element type of weights.
+        kernel_activations: Element types of activations that the target has integer kernels for.
+        kernel_weights: Those of weights.
+        mixes_types: Its kernels take each of them, as long as all that a node reads and writes agrees.
+        splits_readers: The runtime has integer kernels for an activation of this type only where it has one reader.
+        activation_symmetric: Activations have zero point 0: the caller asked for it, or the target takes no other.
+        weight_symmetric: Weights likewise; None for what their type suggests.
+        least_range: Least width of a range (``MinimumRealRange``).
+        per_channel: Weight scales by channel.
+        per_tensor: Operators whose weights have one scale all the same.
+        matmul_axis: Channel axis of a MatMul's weight (``QDQOpTypePerChannelSupportToAxis``), None for the usual one.
+        block_size: Weights with a scale a block of this many (``BlockSize``); 0 without.
+        quantize_bias: Biases become int32 (``QuantizeBias``).
+        overrides: The caller's own parameters by tensor (``TensorQuantOverrides``).
+        float_outputs: Operator types whose outputs carry no Q (``OpTypesToExcludeOutputQuantization``).
+        force_latent: Operators that move bytes are quantized behind float nodes too (``ForceQuantizeNoInputCheck``).
+        protect_inputs: Stage 6.
+        protect_outputs: Stage 7 with its policy; None if the stage is off.
+        primary_inputs: Names of the inputs that carry the data proper; None to tell by shape and name.
+        keep_float: Nodes that verification found not to run in integer, with the reason.
+    """
+
+    op_types: frozenset[str] | None = None
+    nodes: frozenset[str] | None = None
+    nodes_to_exclude: frozenset[str] = frozenset()
+    activation_type: int = TensorProto.UINT8
+    weight_type: int = TensorProto.INT8
+    kernel_activations: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    kernel_weights: tuple[int, ...] = (TensorProto.UINT8, TensorProto.INT8)
+    mixes_types: bool = False
+    splits_readers: bool = False
+    activation_symmetric: bool = False
+    weight_symmetric: bool | None = None
+    least_range: float = 0.0
+    per_channel: bool = True
+    per_tensor: frozenset[str] = frozenset()
+    matmul_axis: int | None = None
+    block_size: int = 0
+    quantize_bias: bool = True
+    overrides: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    float_outputs: frozenset[str] = frozenset()
+    force_latent: bool = False
+    protect_inputs: bool = True
+    protect_outputs: OutputPolicy | None = "auto"
+    primary_inputs: tuple[str, ...] | None = None
+    keep_float: Mapping[str, str] = field(default_factory=dict)
+
+    def closed(self, name: str, op_type: str) -> tuple[str, str] | None:
+        """The rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
+        if name in self.nodes_to_exclude:
+            return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
+        if self.nodes is not None and name not in self.nodes:
+            return "caller-nodes", "not among the caller's nodes_to_quantize"
+        if self.op_types is not None and op_type not in self.op_types:
+            return "caller-op-types", f"{op_type} is not among the caller's op_types_to_quantize"
+        return None

@@ -10,7 +10,8 @@ from typing import Any
 
 import onnx
 
-from kenosis_ort.targets.model import Runner, TimedRuntime
+from kenosis_ort.runtime.session import Runner
+from kenosis_ort.targets.model import TimedRuntime
 
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 

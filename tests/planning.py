@@ -26,13 +26,14 @@ from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import PlacementOptions, Stages
+from kenosis_ort.options import Stages
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import PlacementOptions, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
+from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors
-from kenosis_ort.rewrite.prepare import PREPARATION, prepare
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
-from kenosis_ort.rewrite.prepare import PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.targets import TARGETS
 
 from .markdown import code, from_docstring, table

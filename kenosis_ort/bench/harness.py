@@ -37,9 +37,8 @@ import onnxruntime as ort
 from kenosis_ort.calibration.feeds import Feed, InputSpec, check_feed
 from kenosis_ort.errors import CalibrationError, KenosisError, ModelLoadError, OptionError
 from kenosis_ort.graph.files import external_files, uses_external_data
-from kenosis_ort.runtime.session import TENSOR_TYPES, openable
+from kenosis_ort.runtime.session import TENSOR_TYPES, Runner, openable
 from kenosis_ort.storage.writing import regular
-from kenosis_ort.targets.model import Runner
 
 CONFIDENCE: Final = 0.95
 MARGIN: Final = 1.02

@@ -54,7 +54,7 @@ def verify(arguments: argparse.Namespace, screen: Screen) -> bool:
     feeds = _reader(arguments, arguments.model)
     losses: Sequence[ClippingLoss] = ()
     if feeds is not None:
-        from kenosis_ort.verify.processors import clipping_loss
+        from kenosis_ort.verify import clipping_loss
 
         losses = clipping_loss(arguments.model, feeds)
     facts = {"processors": to_data(fusion.processors), "losses": to_data(losses), **fusion.to_dict()}

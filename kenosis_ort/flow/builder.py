@@ -21,7 +21,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
 from kenosis_ort.flow import preparation
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.tables import RewrittenNet
+from kenosis_ort.flow.samples import RewrittenNet
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
@@ -31,8 +31,8 @@ from kenosis_ort.graph.walk import owners
 from kenosis_ort.passes.contract import Build, Overlay, Pass, WeightPass, materialize, overflown
 from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
-from kenosis_ort.placement.eligibility import with_widths
-from kenosis_ort.placement.planner import Planner, beyond_scales
+from kenosis_ort.placement.eligibility import beyond_scales, with_widths
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import quantize_cache, with_scales

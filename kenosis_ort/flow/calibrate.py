@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
-from kenosis_ort.passes.order import WEIGHT_PASSES
+from kenosis_ort.passes.contract import Pass
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.facts import TensorTrust, TrustSummary
 
@@ -73,13 +73,14 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
     )
 
 
-def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
+def find_ranges(call: Call, drafted: Builder, builder: Builder, every: Sequence[Pass]) -> CalibrationTable:
     """The ranges of the weights as they came: from the table where there is one, else they go there.
 
     Args:
         call: What gathers on the way, samples and table among it; its samples are read.
         drafted: The net whose weights passes may change.
         builder: The same in forms for integers, whose ranges are needed.
+        every: The passes that change weights of all recipes, which a table that is kept is for.
 
     Raises:
         CalibrationError: There are neither samples nor a table, or they do not fit.
@@ -92,7 +93,7 @@ def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTa
         made_up = "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
         call.notes += [made_up] if cached.made_up else []
         return cached
-    table = _collected(call, drafted, builder)
+    table = _collected(call, drafted, builder, call.wanted if cache is None else every)
     if cache is None:
         return table
     replace(table, cached=None if data is None else data.cached).save(cache.path)
@@ -104,18 +105,16 @@ def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTa
     return table
 
 
-def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
+def _collected(call: Call, drafted: Builder, builder: Builder, followed: Sequence[Pass]) -> CalibrationTable:
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
     config, data = calibration_config(builder.request), call.data
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
-    followed = call.wanted if call.cache is None else WEIGHT_PASSES  # a table that is kept is for all
     channels = {} if plain else drafted.channels_to_follow(builder, followed)
     if plain or data is None or not is_made_up(data.reader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)
-    from kenosis_ort.calibration.net_evidence import net_evidence
     from kenosis_ort.calibration.synthetic.reader import probe_feeds
-    from kenosis_ort.calibration.trust import collect_with_trust
+    from kenosis_ort.calibration.trust import collect_with_trust, net_evidence
 
     reader, libraries = data.reader, builder.request.custom_op_libraries
     table, trust = collect_with_trust(

@@ -39,8 +39,7 @@ from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
-from kenosis_ort.verify import check_bias_alignment
-from kenosis_ort.verify.processors import clipping_loss
+from kenosis_ort.verify import check_bias_alignment, clipping_loss
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:

@@ -25,17 +25,17 @@ from kenosis_ort.flow import samples
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.tables import Observe, RewrittenNet, following_table
+from kenosis_ort.flow.samples import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
-from kenosis_ort.passes.contract import Build, Context, Pass, State, changed_weights
+from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import Evaluator
-from kenosis_ort.passes.order import passes_of
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.facts import MeasureSummary
+from kenosis_ort.rewrite import PREPARATION, USUAL_FORMS
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import WEIGHT_ONLY
 
@@ -45,13 +45,6 @@ NO_SAMPLES: Final = (
     "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
     "samples kept."
 )
-
-
-def passes_for(request: Request) -> tuple[Pass, ...]:
-    """The passes that a request asks for, in order."""
-    if not request.target.loads_in_ort:
-        return ()  # their changes are evaluated there
-    return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
 
 
 def improved(call: Call, builder: Builder, build: Build) -> tuple[Builder, Build]:
@@ -366,6 +359,7 @@ def weight_only(call: Call) -> tuple[Build, list[Feed], int]:
             made = weights_in_blocks(
                 call.loaded.proto,
                 fit or feeds,
+                forms=(*PREPARATION, *USUAL_FORMS),
                 bits=stored,
                 nodes_to_exclude=request.nodes_to_exclude,
                 custom_op_libraries=request.custom_op_libraries,
@@ -402,7 +396,10 @@ def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
 
     _check_form(request)
     model, chosen = nodes_in_blocks(
-        loaded.proto, nodes_to_exclude=request.nodes_to_exclude, custom_op_libraries=request.custom_op_libraries
+        loaded.proto,
+        forms=(*PREPARATION, *USUAL_FORMS),
+        nodes_to_exclude=request.nodes_to_exclude,
+        custom_op_libraries=request.custom_op_libraries,
     )
     bits = request.recipe.weight_only
     stored = f"its weights have {bits} bits in blocks, its data are float"

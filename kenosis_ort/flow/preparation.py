@@ -18,10 +18,9 @@ from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import stock_model
-from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.rewrite.norms import norm_around
-from kenosis_ort.rewrite.prepare import PREPARATION, RewriteError, applied, prepare
-from kenosis_ort.rewrite.rule import Editor, Rule
+from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
+from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
@@ -159,9 +158,8 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     limits, highest = runtime_limits(), highest_opset(request)
     plannable = request.stock_reason is None
     relabels = request.activation_type.tensor_type in request.types.single_reader
-    attends = not relabels and highest >= ATTENTION_OPSET
-    forms = (f for f in request.float_forms if attends or f is not fuse_attention)
-    wanted = (*PREPARATION, *forms) if plannable else ()
+    forms = (f for f in request.float_forms if _raises_to(f) <= (0 if relabels else highest))
+    wanted = (*request.preparation, *forms) if plannable else ()
     prepare_at = partial(
         prepare,
         proto,
@@ -188,11 +186,15 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         costs, table = request.target.costs, request.target
         if walk.opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
             return prepared
-        staying = tuple(f for f in prepare_at.keywords["rewrites"] if f is not fuse_attention)
+        staying = tuple(f for f in prepare_at.keywords["rewrites"] if not _raises_to(f))
         as_it_came = _prepared_at_first(partial(prepare_at, rewrites=staying), [(_MIN_OPSET, min(own, best)), *bounds])
         return as_it_came if costs is None else _raised_if_faster(as_it_came, prepared, costs)
     prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=highest)
     return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
+
+
+def _raises_to(form: Rewrite) -> int:
+    return form.raises_to if isinstance(form, Rule) else 0
 
 
 def _raised_if_faster(as_it_came: PreparedModel, raised: PreparedModel, costs: CostTable) -> PreparedModel:

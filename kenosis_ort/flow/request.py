@@ -17,9 +17,9 @@ from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners
-from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages, Widths
+from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, Speed, Stages, Widths
 from kenosis_ort.passes.recipe import Recipe
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import OutputPolicy, PlacementOptions, PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.rewrite.rule import Rewrite
@@ -50,6 +50,7 @@ class Request:
         complaints: Warnings about names that fit nothing.
         names_all_types: ``op_types`` leaves out nothing that the target would quantize.
         names_all_nodes: ``nodes_to_quantize`` likewise.
+        preparation: Rewrites that belong to preparation, in order.
         float_forms: Rewrites into operators that quantize better, in order.
         integer_forms: Rewrites that pay between integer kernels only, in order.
         types: Data types of the target on the machine at hand.
@@ -85,12 +86,13 @@ class Request:
     extra_options: Mapping[str, Any]
     cache_path: Path | None
     target: Target
-    protect_outputs: options.OutputPolicy
+    protect_outputs: OutputPolicy
     primary_inputs: tuple[str, ...] | None
     custom_op_libraries: tuple[str, ...]
     progress: Progress | None
     verify: bool
     stages: Stages
+    preparation: tuple[Rewrite, ...]
     float_forms: tuple[Rewrite, ...]
     integer_forms: tuple[Rewrite, ...]
     types: DataTypes

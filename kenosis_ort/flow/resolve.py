@@ -23,7 +23,7 @@ from kenosis_ort.quantizer.stock import (
     check_installed,
     check_static_quant_arguments,
 )
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, USUAL_FORMS
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DataTypes, Hooks, Target, get_target
 
@@ -183,6 +183,7 @@ def resolve(given: Mapping[str, Any]) -> Request:
     o.calibration_providers = tuple(o.calibration_providers) if o.calibration_providers else None
     o.cache_path = None if o.calibration_cache_path is None else absolute(o.calibration_cache_path)
     o.progress = None if o.progress is None else callers_own(o.progress)
+    o.preparation = PREPARATION
     named = _chosen_rewrites(placement.rewrites, o.target)
     o.float_forms, o.integer_forms = (
         tuple(form for form in forms if form.__name__ in named)
@@ -210,7 +211,7 @@ def _chosen_rewrites(passed: bool | Sequence[str], target: Target) -> frozenset[
 
 def _suited_rewrites(target: Target) -> frozenset[str]:
     """The names of the rewrites that pay on a target."""
-    plain = [rule.__name__ for rule in FLOAT_FORMS if rule not in OPTIONAL_FORMS]
+    plain = [rule.__name__ for rule in USUAL_FORMS]
     float_forms = plain if target.float_forms is None else target.float_forms
     integer = [rule.__name__ for rule in INTEGER_FORMS]
     own = (rule.__name__ for rule in target.own_forms)

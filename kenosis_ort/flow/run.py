@@ -21,14 +21,14 @@ from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
 from kenosis_ort.flow.call import Call, RewriteMismatchError
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import KeepingReader, Validation
-from kenosis_ort.flow.tables import CalibrationCache
+from kenosis_ort.flow.samples import CalibrationCache, KeepingReader, Validation
 from kenosis_ort.graph import files, outside
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import Stages
-from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.contract import Build, Pass
 from kenosis_ort.passes.journal import OF_THE_MODEL, reason_of
+from kenosis_ort.passes.order import WEIGHT_PASSES, passes_of
 from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import int8_cache
@@ -255,7 +255,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     attempts = [request, without_optional_work(request)]
     while attempts:
         attempted = attempts.pop(0)
-        call = first.again(attempted, improve.passes_for(attempted))
+        call = first.again(attempted, _passes_for(attempted))
         try:
             return _weights_alone(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:
@@ -352,7 +352,7 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     drafted, request = make(), call.request
     builder = drafted.for_integers()
     with call.stage("calibrate"):
-        table = calibrate.find_ranges(call, drafted, builder)
+        table = calibrate.find_ranges(call, drafted, builder, WEIGHT_PASSES)
     trial = None
     if builder.quantizes_bodies and call.data is not None:
         make_trial = partial(body_plans.trial_of_bodies, call, builder, table, drafted.prepared.proto)
@@ -389,3 +389,10 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
         if not build.is_quantized:
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return builder, build
+
+
+def _passes_for(request: Request) -> tuple[Pass, ...]:
+    """The passes that a request asks for, in order."""
+    if not request.target.loads_in_ort:
+        return ()  # their changes are evaluated there
+    return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)

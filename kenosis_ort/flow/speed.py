@@ -192,7 +192,6 @@ def single_samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any
     return found
 
 
-_log = logging.getLogger(__name__)
 PROMISE_BUDGET_S: Final = 20.0
 _BYTES_A_US: Final = 2**17
 """Weights that a thread reads in a microsecond at most; a net with more of them is not tiny."""
@@ -272,7 +271,7 @@ class _Forms:
         return dynamic(self._builder.prepared.proto, reduce_range=reduced, largest_pair=pair)
 
     def _weight_only(self) -> onnx.ModelProto | None:
-        from kenosis_ort.weights.kernels import weight_only
+        from kenosis_ort.weights.blocks import weight_only
 
         return weight_only(self._builder.prepared.proto)
 

@@ -20,6 +20,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.walk import drop_initializers
 
 
 class Is(Flag):
@@ -172,12 +173,6 @@ def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -
     replace_entries(graph, "input", remaining)
     drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name in keep])
     return moved
-
-
-def drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
-    """Removes the initializers at some places, in place."""
-    for at in sorted(indices, reverse=True):
-        del graph.initializer[at]
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:

@@ -393,8 +393,6 @@ def _remove(files: list[Path]) -> None:
             file.unlink()
 
 
-_log = logging.getLogger(__name__)
-
 INLINE_LIMIT = 2**31 - 2**26
 """Models whose weights take more bytes than this are written with external data whether asked or not."""
 

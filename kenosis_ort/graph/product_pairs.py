@@ -26,9 +26,8 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.graph.constants import drop_initializers
 from kenosis_ort.graph.outside import array_in, put_outside
-from kenosis_ort.graph.walk import all_names, attribute_int, read_names, reserve_name
+from kenosis_ort.graph.walk import all_names, attribute_int, drop_initializers, read_names, reserve_name
 
 LARGEST_ACTIVATION: Final = 255
 INT16_SUM: Final = 2**15 - 1

@@ -14,8 +14,8 @@ import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.constants import drop_initializers
 from kenosis_ort.graph.outside import PACKED, tensor_bytes
+from kenosis_ort.graph.walk import drop_initializers
 
 _Functions = Mapping[tuple[str, str], onnx.FunctionProto]  # by domain and name
 _Option = onnx.defs.OpSchema.FormalParameterOption

@@ -287,3 +287,9 @@ def _needed_for_opset(opset: int) -> int:
     if not known or not opset:
         return 0
     return known.get(opset, max(known.values()))
+
+
+def drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
+    """Removes the initializers at some places, in place."""
+    for at in sorted(indices, reverse=True):
+        del graph.initializer[at]

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import WEIGHTS_ONLY, Constraints, constrain
 from kenosis_ort.placement.eligibility import classify, fed_by, protect
+from kenosis_ort.plan import PlacementOptions
 from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.table import NodeClass, Role
 

@@ -11,6 +11,10 @@ Stage 6 keeps what is not picture, sound or text out of int8.
 Flood-fill from secondary inputs (scale factors, image shapes, masks, states) and from everything shape-like:
 a node all of whose data derives from them stays float, and so does the node where it meets the main data, which
 is where the flood stops. Source: Kenosis paper, stage 6, "Non-vision tensor protection".
+
+Nodes whose data, weights or products are too small or large for float32 scales stay float. An integer kernel multiplies
+the scales of its data and its weights in float32. Where that underflows or overflows, as with weights near 1e-36, the
+kernel and the int32 bias beside it compute on different grids.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.options import BYTE, Widths
-from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
+from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets.table import FusionRule, NodeClass, Requirement, Role
 
 if TYPE_CHECKING:
@@ -380,3 +384,44 @@ def _unmet(constraints: Constraints, node: ir.Node, rule: FusionRule) -> tuple[s
     if clash is not None:
         return "caller-tensor-types", clash
     return constraints.weights_only(node) if rule.role is Role.ANCHOR else None
+
+
+_LEAST, _MOST = 1e-30, 1e35  # what is left of float32 when 8-bit steps, sums and a product of scales are taken off
+
+
+def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+    """The integer nodes that have to stay float, with the reason.
+
+    Args:
+        view: The prepared model.
+        plan: Its placement.
+        ranges: Calibrated (low, high) by value name.
+    """
+    found: dict[str, str] = {}
+    data: dict[str, float] = {}
+    weights: dict[str, str] = {}
+    integer = {n.node for n in plan.nodes if n.kind in (Kind.INTEGER, Kind.PASS_THROUGH)}
+    for d in plan.decisions:
+        node = d.edge.consumer
+        if node not in integer or d.how not in (How.OWN, How.SHARED):
+            continue
+        if d.role is EdgeRole.WEIGHT:
+            weights[node] = d.edge.value
+        elif d.edge.value in ranges:
+            largest = max(abs(end) for end in ranges[d.edge.value])
+            data[node] = max(largest, data.get(node, 0.0))
+            if not _fits(largest):
+                found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
+    stored = view.graph.initializers
+    reach = {name: view.largest(stored[name]) for name in dict.fromkeys(weights.values()) if name in stored}
+    for node, name in weights.items():
+        largest = reach.get(name, 0.0)
+        if not _fits(largest):
+            found[node] = f"its weight '{name}' reaches {largest:.1e}: beyond what scales hold"
+        elif not _fits(largest * data.get(node, 0.0)):
+            found.setdefault(node, f"its data times its weight '{name}' is beyond what scales hold")
+    return found
+
+
+def _fits(largest: float) -> bool:
+    return largest == 0.0 or _LEAST <= largest <= _MOST

@@ -5,10 +5,6 @@ A decision says type and symmetry, whether scale and zero point are a value's ow
 Operators that move bytes need the same parameters in and out. Producers of a Concat may take over the parameters
 of its output, which saves the requantization; they do so only where nothing is lost: no absorbed activation would
 come back to life, and no other consumer of the value would see a much coarser grid.
-
-Nodes whose data, weights or products are too small or large for float32 scales stay float. An integer kernel multiplies
-the scales of its data and its weights in float32. Where that underflows or overflows, as with weights near 1e-36, the
-kernel and the int32 bias beside it compute on different grids.
 """
 
 from __future__ import annotations
@@ -20,11 +16,20 @@ from functools import cached_property, partial
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.product_pairs import weight_pair
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import saturation_limits
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.constraints import WEIGHTS_ONLY, channel_axis
-from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
+from kenosis_ort.plan import (
+    Decision,
+    Edge,
+    EdgeRole,
+    How,
+    Kind,
+    NodeDecision,
+    PlacementOptions,
+    PlacementPlan,
+    RangeLimit,
+)
 from kenosis_ort.targets.model import Placed, Target
 from kenosis_ort.targets.table import NodeClass, Role
 
@@ -131,47 +136,6 @@ def share_scales(
                     if target.whole or groups.may_share(value, out, partial(is_read_beside, node)) is None:
                         groups.tie(value, out)
     return groups
-
-
-_LEAST, _MOST = 1e-30, 1e35  # what is left of float32 when 8-bit steps, sums and a product of scales are taken off
-
-
-def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Range]) -> dict[str, str]:
-    """The integer nodes that have to stay float, with the reason.
-
-    Args:
-        view: The prepared model.
-        plan: Its placement.
-        ranges: Calibrated (low, high) by value name.
-    """
-    found: dict[str, str] = {}
-    data: dict[str, float] = {}
-    weights: dict[str, str] = {}
-    integer = {n.node for n in plan.nodes if n.kind in (Kind.INTEGER, Kind.PASS_THROUGH)}
-    for d in plan.decisions:
-        node = d.edge.consumer
-        if node not in integer or d.how not in (How.OWN, How.SHARED):
-            continue
-        if d.role is EdgeRole.WEIGHT:
-            weights[node] = d.edge.value
-        elif d.edge.value in ranges:
-            largest = max(abs(end) for end in ranges[d.edge.value])
-            data[node] = max(largest, data.get(node, 0.0))
-            if not _fits(largest):
-                found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
-    stored = view.graph.initializers
-    reach = {name: view.largest(stored[name]) for name in dict.fromkeys(weights.values()) if name in stored}
-    for node, name in weights.items():
-        largest = reach.get(name, 0.0)
-        if not _fits(largest):
-            found[node] = f"its weight '{name}' reaches {largest:.1e}: beyond what scales hold"
-        elif not _fits(largest * data.get(node, 0.0)):
-            found.setdefault(node, f"its data times its weight '{name}' is beyond what scales hold")
-    return found
-
-
-def _fits(largest: float) -> bool:
-    return largest == 0.0 or _LEAST <= largest <= _MOST
 
 
 _AS_INT32 = "int32 at input_scale * weight_scale"

@@ -4,10 +4,11 @@ from typing import Final
 
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
 from kenosis_ort.rewrite.attention import fuse_attention
-from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_scale
+from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
-from kenosis_ort.rewrite.gemm_forms import linear_to_gemm, sum_to_add
+from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
+from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm, sum_to_add
 from kenosis_ort.rewrite.norms import (
     collapse_affine_norm,
     collapse_layer_norm,
@@ -18,6 +19,9 @@ from kenosis_ort.rewrite.norms import (
 from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.rewrite.transposes import cancel_transposes
+
+PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
+"""The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     cancel_transposes,
@@ -36,11 +40,13 @@ FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     lrn_to_pool,
     fuse_attention,
 )
-"""The rewrites into operators that quantize better, in the order they are applied after `prepare.PREPARATION`."""
+"""The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
 
 OPTIONAL_FORMS = (collapse_silu,)
 """Applied only where the caller names them: a QuickGelu between Q and DQ is faster than Sigmoid and Mul in integer on
 some processors (Zen 5: 2.92x for 2.66x) and slower on others (Xeon with AMX: YOLOX-Nano 0.94x for 1.05x of FP32)."""
+
+USUAL_FORMS: Final = tuple(form for form in FLOAT_FORMS if form not in OPTIONAL_FORMS)
 
 INTEGER_FORMS = (
     batch_norm_to_conv,

@@ -243,7 +243,13 @@ ATTENTION_OPSET = 23
 _ZERO_ROWS_SINCE = (1, 28)
 
 
-@rule("Softmax", did="attentions became one node each", stays="attentions stay as products and Softmax", whole=True)
+@rule(
+    "Softmax",
+    did="attentions became one node each",
+    stays="attentions stay as products and Softmax",
+    whole=True,
+    raises_to=ATTENTION_OPSET,
+)
 def fuse_attention(editor: Editor) -> None:
     """Attention written as products and Softmax becomes the operator ``Attention`` of operator set 23.
 

@@ -6,7 +6,6 @@ stays the same throughout.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Final
 
 import onnx
 
@@ -19,13 +18,7 @@ from kenosis_ort.graph.precision import compute_in_float32
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import fit_ir_version, name_nodes
-from kenosis_ort.rewrite.channel_affine import fold_batch_norm
-from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors
 from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
-
-PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
-"""The rewrites that belong to preparation, in the order they are applied."""
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""

@@ -68,6 +68,7 @@ class Rule:
         whole: ``change`` is a function of the editor alone, called once.
         backwards: The last node comes first.
         writes: The operator that it writes, without leave to quantize which it has to stay away; empty for any.
+        raises_to: The operator set that it raises a model to; 0 where it leaves that as it is.
     """
 
     __name__: str
@@ -79,16 +80,16 @@ class Rule:
         did: str,
         stays: str,
         *,
-        least_opset: int,
-        whole: bool,
-        backwards: bool,
-        writes: str,
+        least_opset: int = 0,
+        whole: bool = False,
+        backwards: bool = False,
+        writes: str = "",
+        raises_to: int = 0,
     ) -> None:
-        self.change = change
-        self.operators = operators
-        self.did, self.stays = did, stays
-        self.least_opset = least_opset
-        self.whole, self.backwards, self.writes = whole, backwards, writes
+        self.change, self.operators = change, operators
+        self.did, self.stays, self.least_opset = did, stays, least_opset
+        self.whole, self.backwards = whole, backwards
+        self.writes, self.raises_to = writes, raises_to
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(self, name, getattr(change, name))
 
@@ -130,17 +131,8 @@ class Rule:
         return result
 
 
-def rule(
-    *operators: str,
-    did: str,
-    stays: str = "",
-    least_opset: int = 0,
-    whole: bool = False,
-    backwards: bool = False,
-    writes: str = "",
-) -> Callable[[Callable[..., None]], Rule]:
-    """Makes a `Rule` of the function below it."""
-    how: dict[str, Any] = {"least_opset": least_opset, "whole": whole, "backwards": backwards, "writes": writes}
+def rule(*operators: str, did: str, stays: str = "", **how: Any) -> Callable[[Callable[..., None]], Rule]:
+    """Makes a `Rule` of the function below it; ``how`` are the arguments of `Rule` by name."""
     return lambda change: Rule(change, operators, did, stays, **how)
 
 

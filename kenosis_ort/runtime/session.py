@@ -14,6 +14,7 @@ import ctypes
 import gc
 import logging
 import os
+import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ from typing_extensions import Self
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes, with_weights_on_disk, write_external_data
 from kenosis_ort.runtime.counting import count
-from kenosis_ort.storage.writing import Scratch
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -281,23 +281,27 @@ def _opened(
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
     added = _returning(source, further)
     if refers_outside(source):
-        with Scratch("session") as folder:  # what is mapped stays
-            shell = with_weights_on_disk(source, folder / "weights.bin")
+        with _scratch() as folder:  # what is mapped stays
+            shell = with_weights_on_disk(source, Path(folder, "weights.bin"))
             map_weights(shell, options)
             return Session(shell.SerializeToString() + added, options, providers=providers)
     if size < MAPPED_FROM:
         return Session(source.SerializeToString() + added, options, providers=providers)
-    scratch = Scratch("session")
+    scratch = _scratch()
     try:
-        opened = Session(openable(source, scratch.path, added), options, providers=providers)
+        opened = Session(openable(source, Path(scratch.name), added), options, providers=providers)
     except BaseException:
-        scratch.close()
+        scratch.cleanup()
         raise
     if os.name == "posix":
-        scratch.close()  # what is mapped stays
+        scratch.cleanup()  # what is mapped stays
     else:
-        weakref.finalize(opened, scratch.close)
+        weakref.finalize(opened, scratch.cleanup)
     return opened
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kenosis-session-", ignore_cleanup_errors=True)
 
 
 def _size(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
@@ -430,3 +434,10 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     if value and all(isinstance(item, dict) for item in value) and len({part.shape for part in parts}) == 1:
         return np.stack(parts)
     return np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0)
+
+
+class Runner(Protocol):
+    """Anything that runs feeds; an ``onnxruntime.InferenceSession`` is one."""
+
+    def run(self, output_names: None, input_feed: Any) -> Any:
+        """Runs the model once."""

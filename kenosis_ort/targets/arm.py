@@ -17,7 +17,7 @@ from typing import Final
 
 from onnx import TensorProto
 
-from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
+from kenosis_ort.rewrite import USUAL_FORMS
 from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.rules import is_arm
@@ -35,7 +35,7 @@ ARM: Final[Target] = replace(
         activation=TensorProto.INT8, weight=TensorProto.INT8, why="Arm kernels take int8 activations and weights"
     ),
     own_forms=(),
-    float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),
+    float_forms=tuple(f.__name__ for f in USUAL_FORMS if f.__name__ not in _INEXACT),
     facts=(
         *(fact for fact in ORT_CPU.facts if fact[0] not in _FACTS_OF_X86_64),
         ("arm-int8-several-readers", "an int8 value with several readers keeps its Convs integer on Arm"),

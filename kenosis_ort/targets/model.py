@@ -10,29 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import onnx
 
+from kenosis_ort.runtime.session import Runner
 from kenosis_ort.targets.table import DataTypes, Table
 
 if TYPE_CHECKING:
     from kenosis_ort.graph.live import RewriteResult
     from kenosis_ort.graph.view import GraphView, ir
-    from kenosis_ort.options import PlacementOptions
-    from kenosis_ort.plan import Decision, PlacementPlan
+    from kenosis_ort.plan import Decision, PlacementOptions, PlacementPlan
     from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
     from kenosis_ort.targets.proof import FusionReport, PatternReport
     from kenosis_ort.targets.table import NodeClass
 
 T = TypeVar("T")
-
-
-class Runner(Protocol):
-    """Anything that runs feeds; an ``onnxruntime.InferenceSession`` is one."""
-
-    def run(self, output_names: None, input_feed: Any) -> Any:
-        """Runs the model once."""
 
 
 DYNAMIC, WEIGHT_ONLY = "dynamic", "weight-only"

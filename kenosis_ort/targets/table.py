@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from onnx import TensorProto
 
-from kenosis_ort.graph.view import ir
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Bias = Literal["int32", "float"]
 Residual = Literal["both", "shortcut"]

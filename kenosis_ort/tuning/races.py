@@ -32,9 +32,9 @@ from kenosis_ort.bench import harness
 from kenosis_ort.bench.harness import MARGIN, Clock, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.runtime.session import Runner, open_session
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets.model import Runner, TimedRuntime
+from kenosis_ort.targets.model import TimedRuntime
 
 _log = logging.getLogger(__name__)
 

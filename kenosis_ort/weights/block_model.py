@@ -27,12 +27,12 @@ from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
-from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
-from kenosis_ort.rewrite.prepare import PREPARATION, prepare
+from kenosis_ort.rewrite.prepare import prepare
+from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
-from kenosis_ort.weights import blocks, kernels
+from kenosis_ort.weights import blocks
 
 Feed = Mapping[str, Any]
 _log = logging.getLogger(__name__)
@@ -86,40 +86,41 @@ def weights_in_blocks(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Any]],
     *,
+    forms: Sequence[Rewrite],
     bits: int,
     block_size: int = BLOCK,
     symmetric: bool = False,
     embeddings: bool = True,
     protect_sensitive: bool = True,
     nodes_to_exclude: Collection[str] = (),
-    accuracy_level: int = kernels.INT8_PRODUCTS,
+    accuracy_level: int = blocks.INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
-    """A copy of a float model with weights in blocks; arguments as of `quantize_weights`.
+    """A copy of a float model with weights in blocks, after rewrites of some forms; arguments as of `quantize_weights`.
 
     Raises:
         NothingToQuantizeError: It has neither such layers nor an embedding.
         OptionError: A name is that of no node.
     """
-    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
+    prepared, excluded = _prepared(model, forms, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
     model = prepared.proto
     if feeds and bits < 8:
         model, moments.factors = blocks.weigh_channels(model, moments.of, rounder.error, excluded)
-    made = kernels.with_block_weights(model, rounder, accuracy_level=accuracy_level)
+    made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
         if rounder.sensitive:
-            made = kernels.with_block_weights(model, rounder, accuracy_level=accuracy_level)
+            made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
     embedding_bits = bits
     if embeddings:
         linear = made or model
         if protect_sensitive and bits < 8:
             embedding_bits = _embedding_bits(model, linear, bits, block_size, excluded, feeds, custom_op_libraries)
-        made, looked_up = kernels.with_block_embeddings(linear, embedding_bits, block_size, excluded)
+        made, looked_up = blocks.with_block_embeddings(linear, embedding_bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, embedding_bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
         raise _nothing()
@@ -157,7 +158,7 @@ def _embedding_bits(
         return 8
 
     def embedded(name: str) -> onnx.ModelProto:
-        return kernels.with_block_embeddings(linear, int(name), block, excluded)[0]
+        return blocks.with_block_embeddings(linear, int(name), block, excluded)[0]
 
     some = feeds[:_SENSITIVITY_FEEDS]
     errors = output_errors(model, embedded, (str(bits), "8"), some, custom_op_libraries=libraries)
@@ -165,7 +166,11 @@ def _embedding_bits(
 
 
 def nodes_in_blocks(
-    model: onnx.ModelProto, *, nodes_to_exclude: Collection[str] = (), custom_op_libraries: Sequence[str] = ()
+    model: onnx.ModelProto,
+    *,
+    forms: Sequence[Rewrite],
+    nodes_to_exclude: Collection[str] = (),
+    custom_op_libraries: Sequence[str] = (),
 ) -> tuple[onnx.ModelProto, frozenset[str]]:
     """A float model as `weights_in_blocks` prepares it, and the names of the nodes whose weights it quantizes.
 
@@ -173,15 +178,15 @@ def nodes_in_blocks(
         NothingToQuantizeError: There is none.
         OptionError: A name is that of no node.
     """
-    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
-    found = {*linear_layers(prepared.proto), *kernels.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
+    prepared, excluded = _prepared(model, forms, nodes_to_exclude, custom_op_libraries)
+    found = {*linear_layers(prepared.proto), *blocks.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
     if not found:
         raise _nothing()
     return prepared.proto, frozenset(found)
 
 
 def _prepared(
-    model: onnx.ModelProto, nodes_to_exclude: Collection[str], libraries: Sequence[str]
+    model: onnx.ModelProto, forms: Sequence[Rewrite], nodes_to_exclude: Collection[str], libraries: Sequence[str]
 ) -> tuple[PreparedModel, set[str]]:
     """The model in our forms, and the names in it of the nodes that stay float."""
     limits = runtime_limits()
@@ -192,7 +197,7 @@ def _prepared(
         max_ir=limits.max_ir,
         max_opset=limits.max_opset,
         keep_inputs=meant_as_defaults(model),
-        rewrites=(*PREPARATION, *(form for form in FLOAT_FORMS if form not in OPTIONAL_FORMS)),
+        rewrites=forms,
         custom_op_libraries=libraries,
     )
     excluded = set(nodes_to_exclude)
@@ -222,7 +227,7 @@ def _sensitive(
         return much_worse(own)
 
     def alone(name: str) -> onnx.ModelProto | None:
-        return kernels.with_block_weights(model, lambda layer: rounder.known(name) if layer.name == name else None)
+        return blocks.with_block_weights(model, lambda layer: rounder.known(name) if layer.name == name else None)
 
     errors = output_errors(model, alone, own, feeds[:_SENSITIVITY_FEEDS], custom_op_libraries=libraries)
     return worth_their_bytes(errors, rounder.sizes)

@@ -19,9 +19,10 @@ from kenosis_ort.graph.files import weights_on_disk, write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of
 from kenosis_ort.option_types import check_model
+from kenosis_ort.rewrite import PREPARATION, USUAL_FORMS
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
-from kenosis_ort.weights import kernels
+from kenosis_ort.weights import blocks
 from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks
 
 BITS: Final = (4, 8)
@@ -62,7 +63,7 @@ def quantize_weights(
     embeddings: bool = True,
     protect_sensitive: bool = True,
     nodes_to_exclude: Sequence[str] = (),
-    accuracy_level: int = kernels.INT8_PRODUCTS,
+    accuracy_level: int = blocks.INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> WeightReport:
@@ -110,6 +111,7 @@ def quantize_weights(
         made = weights_in_blocks(
             loaded.proto,
             fit or feeds,
+            forms=(*PREPARATION, *USUAL_FORMS),
             bits=bits,
             block_size=block_size,
             symmetric=symmetric,

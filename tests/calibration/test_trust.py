@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, net_evidence, trust
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
 from kenosis_ort.calibration.synthetic.reader import probe_feeds
 from kenosis_ort.graph.load import load_model
@@ -116,7 +116,7 @@ def test_zoo(name, expected):
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
     points = Points([v.name for v in model.graph.output], threads=1)
-    evidence = net_evidence.net_evidence(model, probe_feeds(reader))
+    evidence = trust.net_evidence(model, probe_feeds(reader))
     how = {"provenance": reader.provenance, "samples": 16, "evidence": evidence}
     assert trust.collect_with_trust(model, reader, points, **how)[1].verdict.value in expected
 
@@ -126,7 +126,7 @@ def test_gaussian_noise_is_found_out():
     model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
-    misfits = net_evidence.net_evidence(model, noise).misfits
+    misfits = trust.net_evidence(model, noise).misfits
     assert verdict(misfits=misfits)[0] is not trust.TrustLevel.TRUSTED
 
 
@@ -178,7 +178,7 @@ BOUNDS = {"Relu": (0, INF), "Sigmoid": (0, 1), "Tanh": (-1, 1), "Softmax": (0, 1
 @pytest.mark.parametrize(("op", "expected"), BOUNDS.items())
 def test_bounds_of_activations_hold(op, expected):
     model = planning.parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
-    assert net_evidence.hard_bounds(model).get("z") == expected
+    assert trust.hard_bounds(model).get("z") == expected
     if expected is not None:
         feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
         low, high = swept(model, [feed], ["z"]).range_of("z")
@@ -188,7 +188,7 @@ def test_bounds_of_activations_hold(op, expected):
 def test_bounds_of_clip_and_concat():
     model = planning.parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
         a = Clip (x, zero, six)  b = Clip (x, , six)  c = Concat <axis = 1> (a, a)  d = Concat <axis = 1> (a, x) }""")
-    assert net_evidence.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
+    assert trust.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
 
 
 def test_depth_counts_layers():
@@ -208,12 +208,12 @@ def normalized():
 
 def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones():
     model, data = normalized()
-    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
+    (fit,) = trust.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
     assert fit.misfit < 0.01
     real = swept(model, [{"x": data}])
-    weak = net_evidence.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
+    weak = trust.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
     assert weak[0].misfit > 0.4
-    predicted = net_evidence.predicted_ranges(model, weak, net_evidence.hard_bounds(model))
+    predicted = trust.predicted_ranges(model, weak, trust.hard_bounds(model))
     for name in "yz":
         np.testing.assert_allclose(predicted[name], real.range_of(name), rtol=1e-3)
 
@@ -223,17 +223,17 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones():
 )
 def test_a_leaky_relu_shortens_what_is_negative(found, wanted):
     model = planning.parse("g (float[1] y) => (float[1] z) { z = LeakyRelu <alpha = 0.1> (y) }")
-    fit = net_evidence.BatchNormFit("bn", "y", 0.0, found)
-    assert net_evidence.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
+    fit = trust.BatchNormFit("bn", "y", 0.0, found)
+    assert trust.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
 
 
 def test_dead_channels_and_models_without_statistics():
     model, data = normalized()
     data[:, 0] = 1.0
-    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data}])
+    (fit,) = trust.fit_batch_norms(model, [{"x": data}])
     assert np.isfinite(fit.range).all()
-    assert net_evidence.fit_batch_norms(models.conv_relu_chain(2), []) == ()
-    assert net_evidence.fit_batch_norms(model, []) == ()
+    assert trust.fit_batch_norms(models.conv_relu_chain(2), []) == ()
+    assert trust.fit_batch_norms(model, []) == ()
 
 
 FLAT = planning.parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-9}, float three = {3}> {
@@ -245,7 +245,7 @@ FLAT = planning.parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-
     *((model, 6, {}) for model in (edges(), models.residual_block(), models.mlp(), models.two_input_detector())),
 ])  # fmt: skip
 def test_an_output_that_does_not_depend_on_the_sample(model, samples, expected):
-    assert net_evidence.silent_outputs(model, models.feeds(model, samples)) == expected
+    assert trust.silent_outputs(model, models.feeds(model, samples)) == expected
 
 
 def test_the_report_says_do_not_ship(tmp_path):

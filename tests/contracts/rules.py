@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
-from kenosis_ort.rewrite.prepare import PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import planning

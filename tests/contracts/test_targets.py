@@ -13,10 +13,9 @@ import pytest
 import tests.targets
 from kenosis_ort import InternalError, KenosisWarning, errors, preview, quantize_static
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement import eligibility, planner
 from kenosis_ort.placement.constraints import constrain
-from kenosis_ort.plan import EdgeRole, How, PlacementPlan
+from kenosis_ort.plan import EdgeRole, How, PlacementOptions, PlacementPlan
 from kenosis_ort.targets import TARGETS
 from kenosis_ort.targets.table import Role as TargetRole
 from tests import models, planning

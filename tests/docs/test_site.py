@@ -15,8 +15,7 @@ from docs.generate.markdown import from_docstring, table
 from docs.generate.recipes import attributes
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.passes import PASSES, recipe
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
-from kenosis_ort.rewrite.prepare import PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 
 ROOT = Path(__file__).resolve().parents[2]

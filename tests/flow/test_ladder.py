@@ -11,7 +11,7 @@ import pytest
 
 from kenosis_ort import InternalError, KenosisWarning, Stages, VerificationError
 from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.flow import finish, preparation, resolve, samples
+from kenosis_ort.flow import finish, resolve, samples
 from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import get_target, proof
@@ -112,9 +112,9 @@ def replaced(monkeypatch, form, change):
         return change(proto)
 
     rewrite.__name__ = form
-    for home, name in ((preparation, "PREPARATION"), (resolve, "FLOAT_FORMS"), (resolve, "INTEGER_FORMS")):
-        rules = tuple(rewrite if f.__name__ == form else f for f in getattr(home, name))
-        monkeypatch.setattr(home, name, rules)
+    for name in ("PREPARATION", "FLOAT_FORMS", "INTEGER_FORMS"):
+        rules = tuple(rewrite if f.__name__ == form else f for f in getattr(resolve, name))
+        monkeypatch.setattr(resolve, name, rules)
 
 
 def spoilt(proto):

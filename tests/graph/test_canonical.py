@@ -12,7 +12,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.canonical import sort_nodes
 from kenosis_ort.graph.opset import ADAPTERS, fit_opset
 from kenosis_ort.graph.shapes import has_rank
-from kenosis_ort.rewrite.prepare import PREPARATION
+from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run

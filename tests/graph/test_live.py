@@ -11,8 +11,7 @@ from onnx import TensorProto
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView, further_outputs, optional
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
-from kenosis_ort.rewrite.prepare import PREPARATION
+from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready
 

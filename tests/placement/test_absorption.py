@@ -5,12 +5,11 @@ import onnx
 import pytest
 
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption, SeenAs, saturation_limits, seen_as, values_of_own_scale
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import RangeLimit
+from kenosis_ort.plan import PlacementOptions, RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.planning import parse, view_of
 

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify, protect, secondary_inputs
-from kenosis_ort.plan import Kind
+from kenosis_ort.plan import Kind, PlacementOptions
 from kenosis_ort.targets import Role
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.planner import Planner, ScaleGroups
-from kenosis_ort.plan import EdgeRole, How, Kind, RangeLimit
+from kenosis_ort.plan import EdgeRole, How, Kind, PlacementOptions, RangeLimit
 from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto, numpy_helper
 
+from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.prepare import PREPARATION
 from tests.graph.build import assert_same, ready
 from tests.models import Net, normal
 from tests.rewrite.forms import check, ops, parse, rewritten

@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
+from kenosis_ort.targets.ort_cpu.rules import CHANNELS_LAST
 
 from . import qdq
 from .qdq import BYTES, IMAGE, ISLAND, STEP, Case, QdqGraph, alone, build, step

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 import kenosis_ort
 from kenosis_ort.accuracy.outputs import compare_outputs
 from kenosis_ort.quantizer.linear_layers import dynamic
-from kenosis_ort.weights.kernels import weight_only, with_block_embeddings
+from kenosis_ort.weights.blocks import weight_only, with_block_embeddings
 from tests import models
 from tests.flow.support import changed, quality
 from tests.planning import parse

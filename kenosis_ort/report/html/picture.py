@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kenosis_ort.plan import Decision
+from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.report.evidence import (
     GraphSketch,
+    LayerTime,
     OpTimes,
     ReportEvidence,
     SketchNode,
@@ -24,10 +25,10 @@ from kenosis_ort.report.evidence import (
     by_key,
     explain_plan,
 )
-from kenosis_ort.report.facts import ReportFacts
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.html.words import REGIONS, Region, decibels, number, region_of
 from kenosis_ort.storage.data import finite
+from kenosis_ort.targets.proof import FusionReport
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
@@ -56,19 +57,21 @@ class NodeFacts:
     estimated_ms: float | None = None
 
 
-def node_facts(report: ReportFacts, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
+def node_facts(
+    plan: PlacementPlan, fusion: FusionReport | None, layers: Sequence[LayerTime], evidence: ReportEvidence
+) -> tuple[NodeFacts, ...]:
     """The facts about every node: of the graph where there is one, else of the plan and the proof."""
-    kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
-    named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
-    decisions = report.plan.by_node
-    remedies = {e.node: e.remedy for e in explain_plan(report.plan)}
+    kernels = {} if fusion is None else {k.node: k for k in fusion.kernels}
+    named = {n.node: n.op_type for n in plan.nodes} or {k.node: k.op_type for k in kernels.values()}
+    decisions = plan.by_node
+    remedies = {e.node: e.remedy for e in explain_plan(plan)}
     from_names = (SketchNode(name, op_type, (), ()) for name, op_type in named.items())
     sketch = from_names if evidence.graph is None else evidence.graph.nodes
     times = evidence.times
     before, after = ({}, {}) if times is None else (by_key(taken, "node") for taken in (times.before, times.after))
     signal = evidence.signal_by_node
-    paths = {layer.node: layer.path for layer in report.layers}
-    estimated = {x.node: x.estimated_us / 1e3 for x in report.layers if x.estimated_us is not None}
+    paths = {layer.node: layer.path for layer in layers}
+    estimated = {x.node: x.estimated_us / 1e3 for x in layers if x.estimated_us is not None}
     facts = []
     for node in sketch:
         decision, kernel = decisions.get(node.name), kernels.get(node.name)
@@ -96,7 +99,7 @@ def node_facts(report: ReportFacts, evidence: ReportEvidence) -> tuple[NodeFacts
     return tuple(facts)
 
 
-def picture_data(report: ReportFacts, evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> dict[str, Any] | None:
+def picture_data(plan: PlacementPlan, evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> dict[str, Any] | None:
     """The picture as compact JSON data; None without a graph.
 
     The scripts of the page are the only readers: texts are numbers into ``texts``, see ``static/data.js``.
@@ -111,7 +114,7 @@ def picture_data(report: ReportFacts, evidence: ReportEvidence, facts: Sequence[
 
     tensors = {tensor.name: index for index, tensor in enumerate(evidence.tensors)}
     reads: dict[str, list[Decision]] = {}
-    for decision in report.plan.decisions:
+    for decision in plan.decisions:
         reads.setdefault(decision.edge.consumer, []).append(decision)
     nodes = [
         _node(fact, node, reads.get(node.name, ()), tensors, add) for fact, node in zip(facts, graph.nodes, strict=True)

@@ -20,7 +20,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.options import PlacementOptions
+from kenosis_ort.plan import PlacementOptions
 from kenosis_ort.rewrite.rule import Editor, rule
 from kenosis_ort.runtime.machine import has_matrix_tiles
 from kenosis_ort.targets import table

@@ -27,9 +27,9 @@ from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.graph.walk import rename_all
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import child_for
+from kenosis_ort.runtime.session import Runner
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets import other_process, proof
-from kenosis_ort.targets.model import Runner
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600

@@ -10,11 +10,18 @@ from typing import Final
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
-from kenosis_ort.targets.ort_cpu.barriers import find_barriers, leave_slow_pools_float, writes_float
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove
 from kenosis_ort.targets.ort_cpu.probes import probes
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
-from kenosis_ort.targets.ort_cpu.rules import FACTS, PRECISIONS, RULES, for_this_machine
+from kenosis_ort.targets.ort_cpu.rules import (
+    FACTS,
+    PRECISIONS,
+    RULES,
+    find_barriers,
+    for_this_machine,
+    leave_slow_pools_float,
+    writes_float,
+)
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, open_runner, opener, with_matrix_products
 from kenosis_ort.targets.prefix import leave_prefix_float
 from kenosis_ort.targets.table import DataTypes

@@ -27,9 +27,8 @@ from typing import Final
 
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.runtime.session import open_session, session_options
+from kenosis_ort.runtime.session import Runner, open_session, session_options
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.profile import CostTable, HostProfile, Work
 
 _log = logging.getLogger(__name__)

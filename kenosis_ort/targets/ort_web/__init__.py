@@ -51,10 +51,11 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
+from kenosis_ort.rewrite import USUAL_FORMS
 from kenosis_ort.runtime.child import Child
+from kenosis_ort.runtime.session import Runner
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets.model import Hooks, Runner, Target, TimedRuntime
+from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by
 from kenosis_ort.targets.ort_cpu.reasons import clip_bounds
@@ -398,7 +399,7 @@ ORT_WEB: Final[Target] = replace(
         weight=TensorProto.INT8,
         why="uint8 activations, int8 weights by channel: 8-bit products are exact in WebAssembly",
     ),
-    float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _REFUSED),
+    float_forms=tuple(f.__name__ for f in USUAL_FORMS if f.__name__ not in _REFUSED),
     kernel_forms=("sum_to_add", "linear_to_gemm"),
     own_forms=(),
     facts=FACTS,
