@@ -3,9 +3,8 @@
 The fusion proof with the kernel of every compute node, conformance to the patterns of a target's document, and scales
 and zero points of biases.
 
-Results of a quantized model on x86-64 processors of other classes, simulated bit by bit on the one at hand.
-
-The runtime writes the optimized graph down. It is cut at the layers of which pairs of products can clip in int16 (see
+What a quantized model computes on x86-64 processors of other classes is simulated bit by bit on the one at hand. The
+runtime writes the optimized graph down. It is cut at the layers of which pairs of products can clip in int16 (see
 `kenosis_ort.graph.qdq`); what lies between them runs in the runtime as it is. The sums of such a
 layer are made here in float64, where they are exact, what clipping takes from the pairs that can clip is added, and the
 result is scaled and rounded in float32 as the runtime does.

@@ -4,11 +4,9 @@ Decisions are the largest class score, the token at each position, yes or no at 
 half, label maps the classes; objects are the boxes that both models find, matched by class and overlap. The relative
 error remains where nothing is decided by the output, or nobody can tell what.
 
-Measures of outputs as sums by sample, and the intervals of what they say.
-
-Sums that add up are what makes a measure streamable (nothing but a few numbers a sample is kept), independent of the
-order of the samples, and open to resampling. Intervals of 95 % say how far a value may be from what many samples would
-say.
+Measures are sums by sample, with the intervals of what they say. Sums that add up are what makes a measure streamable
+(nothing but a few numbers a sample is kept), independent of the order of the samples, and open to resampling. Intervals
+of 95 % say how far a value may be from what many samples would say.
 """
 
 import math

@@ -8,13 +8,12 @@ them takes as long as half of the inference itself, on nets with much activation
 a tenth. The stride divides no dimension of a tensor, so that all channels and positions are counted alike, and what is
 picked depends on nothing but the shape.
 
-Values that follow from others and need not be observed: gates, and what strings values together.
-
-A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)`` hold as many elements as ``x``, and nets with such
-activations would return three times what they compute. Where only extremes are kept, and bins of a part of the
-elements, those of the function follow from those of ``x``: each end is the function's over the interval that ``x``
-spans, so a range is never narrower than what was seen, and wider only where no element came near the function's least
-value inside. What a sample adds follows from this sample alone, so that tables merge as those of observed values do.
+Values that follow from others need not be observed. A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)``
+hold as many elements as ``x``, and nets with such activations would return three times what they compute. Where only
+extremes are kept, and bins of a part of the elements, those of the function follow from those of ``x``: each end is the
+function's over the interval that ``x`` spans, so a range is never narrower than what was seen, and wider only where no
+element came near the function's least value inside. What a sample adds follows from this sample alone, so that tables
+merge as those of observed values do.
 
 What only moves elements about, or strings values together, has the elements of others: its extremes and histogram are
 theirs together, exactly, unless a histogram is of a part of the elements, which would be another part.

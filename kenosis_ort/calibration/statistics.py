@@ -6,14 +6,13 @@ by channel scale with the channels; they merge as those of the whole tensor do, 
 How they are collected and turned into ranges is a `CalibrationConfig`; its defaults are those of
 ``onnxruntime.quantization``.
 
-Histograms that grow by doubling and merge exactly, and ranges by stock's methods from them.
-
-The bins are fixed by a power of two and by nothing else: bin ``i`` of a histogram with exponent ``e`` covers
-``[(i - HALF) * w, (i - HALF + 1) * w)`` with ``w = 2**e / HALF``. When a value falls outside, the exponent goes up
-and neighbouring bins are added together; since scaling by a power of two is exact in floating point, the counts are
-what they would have been with the larger exponent from the start. So the result depends neither on the order of the
-data nor on how it was split, and two histograms of different exponents merge without any error. (A negative value
-that scaling brings below the smallest float32, some 1e-34 of the range, counts as zero.)
+Histograms grow by doubling and merge exactly; ranges by stock's methods follow from them. The bins are fixed by a power
+of two and by nothing else: bin ``i`` of a histogram with exponent ``e`` covers ``[(i - HALF) * w, (i - HALF + 1) * w)``
+with ``w = 2**e / HALF``. When a value falls outside, the exponent goes up and neighbouring bins are added together;
+since scaling by a power of two is exact in floating point, the counts are what they would have been with the larger
+exponent from the start. So the result depends neither on the order of the data nor on how it was split, and two
+histograms of different exponents merge without any error. (A negative value that scaling brings below the smallest
+float32, some 1e-34 of the range, counts as zero.)
 
 With ``T`` the largest magnitude seen, the exponent is the smallest with ``T < 2**e``, so the bins are at most
 ``T / 2048`` wide.

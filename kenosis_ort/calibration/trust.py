@@ -10,9 +10,8 @@ samples is ``scale * ln(k)`` larger (E. J. Gumbel, "Statistics of Extremes", 195
 less than natural ones: there the range is extended as if by many more samples. Measured on ten trained nets, natural
 ranges are 0.6 to 1 times those of made-up samples in the first third of the layers, and 1 to 1.6 times in the last.
 
-What a net says about samples: its BatchNormalizations, its outputs, and the bounds of its activations.
-
-Each BatchNormalization stores the mean and variance of every channel over the training data. Made-up samples that bring
+A net itself tells of samples, by its BatchNormalizations, its outputs, and the bounds of its activations. Each
+BatchNormalization stores the mean and variance of every channel over the training data. Made-up samples that bring
 about other ones are not natural there; and since the shape of a channel's distribution changes less than its scale, the
 range on natural data follows: the normalized extremes of the made-up samples, scaled to the stored deviation.
 

@@ -432,6 +432,7 @@ def layers_of(
 
 _DEEPEST = 4000  # nodes; the runtime's load time grows with the square of the depth
 _SIGNAL_FEEDS = 2
+_TIMED_S = 10.0  # that the timed runs of both models may take together, give or take one of each
 _LARGEST = 1_900_000_000  # bytes; beyond, a model with other outputs does not fit into one message
 
 
@@ -444,7 +445,6 @@ def with_measurements(
     baseline: onnx.ModelProto | None = None,
     threads: int = 1,
     runs: int = 10,
-    budget_s: float = 10.0,
     custom_op_libraries: Sequence[str] = (),
 ) -> ReportEvidence:
     """The evidence about one quantization with signal by layer and time by operator.
@@ -459,7 +459,6 @@ def with_measurements(
         baseline: The float model as the caller gave it, to be timed in place of the prepared one.
         threads: Threads of the sessions.
         runs: Timed runs of a session at most.
-        budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
         custom_op_libraries: Libraries with custom operators to register.
     """
     if not feeds or not _can_run(float_model) or not _can_run(quantized):
@@ -473,7 +472,7 @@ def with_measurements(
     except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
         _log.warning("signal per layer was not measured: %s", error.what)
     before, after = (
-        profile_in_fresh_sessions(model, feeds, runs=runs, budget_s=budget_s / 2, **how)
+        profile_in_fresh_sessions(model, feeds, runs=runs, budget_s=_TIMED_S / 2, **how)
         for model in (float_model if baseline is None else baseline, quantized)
     )
     return replace(evidence, layers=layers, times=OpTimes(before, after, threads, runs))

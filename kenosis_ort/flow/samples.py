@@ -1,9 +1,7 @@
-"""Samples of a call: read once, some kept, batches taken apart; and those that the caller holds out.
+"""Samples of a call: read once, some kept, batches taken apart; those that the caller holds out; and tables of ranges.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
-
-Tables of a call: the calibration cache, and the ranges of a net whose weights passes have changed.
 
 A table is of the weights as they came, and holds samples beside the ranges: passes that change weights say what becomes
 of ranges, and those that need data have it. So a run with a table does what one with the reader does.

@@ -7,11 +7,10 @@ they do for single tokens, reading weights takes the time and no form is ahead o
 dynamic quantization and weights only are timed against it as well. All forms are where the first is not clearly faster
 than the float model: the fastest of them is delivered.
 
-Feeds that models are timed on: those of each length that a net is to serve, and single samples of batches.
-
-A language model's file serves prompts and single tokens alike: what is fast for 128 rows may be slow for one. The feeds
-tell which lengths there are; where they show one only, `Speed.sequence_lengths` says which there are to be, and feeds
-are cut or repeated to those.
+Models are timed on feeds of each length that a net is to serve, and on single samples of batches. A language model's
+file serves prompts and single tokens alike: what is fast for 128 rows may be slow for one. The feeds tell which lengths
+there are; where they show one only, `Speed.sequence_lengths` says which there are to be, and feeds are cut or repeated
+to those.
 """
 
 import logging

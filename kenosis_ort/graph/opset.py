@@ -1,4 +1,4 @@
-"""The operator set and the IR version that quantization and the installed runtime need.
+"""The operator set that quantization and the installed runtime need.
 
 The main operator set is raised or lowered. The conversion works node by node on the model as it is, so names, bodies,
 custom domains and weights of any size stay untouched. For each operator three cases are told apart by ONNX's own
@@ -7,13 +7,11 @@ schemas:
 - its definition is the same in both operator sets: nothing to do;
 - the later definition only allows more (types, optional inputs, attributes whose default is the old meaning):
   nothing to do, and in the other direction nothing to do for a node that uses none of the additions;
-- its meaning or its signature changed: an adapter of ``opset_adapters`` rewrites the node.
+- its meaning or its signature changed: an adapter rewrites the node.
 
 ONNX's version converter is used only for models older than operator set 7.
 
-The IR version is lowered to what the installed runtime reads, or raised to what the operator sets need.
-
-One adapter for each operator whose meaning or signature changed between operator sets 7 and 26.
+There is one adapter for each operator whose meaning or signature changed between operator sets 7 and 26.
 
 An adapter rewrites one node in place from the form before the version it is listed under to the form from that
 version on (and not older than operator set 13). What it needs around the node goes to the context: constants, and

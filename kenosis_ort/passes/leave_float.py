@@ -4,8 +4,6 @@ Greedy: tensors are ranked by what quantizing them alone costs at the outputs; o
 bad tensor float, the one with the most error removed for its price is taken, again and again. That orders the nodes.
 How many of them are needed is found by bisection over real builds, scored on feeds that the ranking has not seen.
 
-The search for nodes to leave float: which tensors cost how much, what leaving nodes float changes, and a path.
-
 Tensors are quantized alone, all others float, and measured at the outputs. Quantization noise from different tensors
 adds up nearly independently, so that what a set of tensors costs is close to the sum of what its members cost. Where
 only the worst are wanted, sets are halved as long as they matter: k bad tensors among n are found in about

@@ -24,12 +24,11 @@ rows in the order of their importance; then coordinate descent, in turn with the
 to its integers by least squares. The first grid is that of least error weighed by the diagonal of ``H``, which is what
 is important to protect (Lin et al., "AWQ", MLSys 2024).
 
-Linear layers and embeddings with weights in blocks, as the runtime's kernels take them.
-
-The kernel of linear layers quantizes the rows of its data by itself (``accuracy_level`` 4): no calibration is needed.
-It reads a quarter of the bytes of float weights with 8 bits, an eighth with 4, which is what a batch of one row waits
-for: 2.2x to 3.6x of FP32 at one row with 8 bits and up to 4.9x with 4, 1.0x to 1.9x at 128 rows, where the int8 forms
-are faster. Source: ONNX Runtime contrib operator documentation; measured on ONNX Runtime 1.31.1.
+The runtime has kernels for linear layers and embeddings with weights in blocks. The kernel of linear layers quantizes
+the rows of its data by itself (``accuracy_level`` 4): no calibration is needed. It reads a quarter of the bytes of
+float weights with 8 bits, an eighth with 4, which is what a batch of one row waits for: 2.2x to 3.6x of FP32 at one row
+with 8 bits and up to 4.9x with 4, 1.0x to 1.9x at 128 rows, where the int8 forms are faster. Source: ONNX Runtime
+contrib operator documentation; measured on ONNX Runtime 1.31.1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Target ``ort-cpu``: the CPU execution provider of stock ONNX Runtime, and all that is true of it alone.
 
-`rules` is the table, what becomes of other data types and those of the machine at hand; `work`, `probes` and `profiles`
-say what kernels cost on which machine, and how weights are stored for it; `barriers` where float is better or a Q
-stands elsewhere than the table says; `rewrites` forms that suit the tiles of its kernels. `cpu_proof` reads its
-optimized graphs, which `pieces` cuts and indexes, `mapping` maps to nodes of the model and `reasons` explains.
+`rules` is the table, what becomes of other data types and those of the machine at hand, and where float is better or a
+Q stands elsewhere than the table says; `work`, `probes` and `profiles` say what kernels cost on which machine, and how
+weights are stored for it; `rewrites` forms that suit the tiles of its kernels. `cpu_proof` reads its optimized graphs,
+which `pieces` cuts and indexes, `mapping` maps to nodes of the model and `reasons` explains.
 """
 
 from typing import Final

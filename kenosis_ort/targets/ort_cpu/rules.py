@@ -7,11 +7,9 @@ Which data types the integer kernels of this machine take follows from their abi
 is measured, not looked up: one tiny product on the installed runtime tells for every operating system and processor
 alike.
 
-Quantized values that need a barrier before their Q, so that the session does not change the float node before it.
-
-Where float is better than the table says: pools that are slow beside channels-last, and what a MatMul writes.
-
-An integer Conv works channels-last, and the runtime lays out what follows it the same way, as far as the operators
+Some quantized values need a barrier before their Q, so that the session does not change the float node before it; and
+float is better than the table says for pools that are slow beside channels-last, and for what a MatMul writes. An
+integer Conv works channels-last, and the runtime lays out what follows it the same way, as far as the operators
 let it; everything else stays channels-first. A MaxPool on bytes has a fast kernel channels-last only. Channels-first
 it is 30 times as slow as in float (192 channels of 56x56, window 3, stride 2: 3.2 ms for 0.1), so such a pool stays
 float, and its output is quantized behind it.
