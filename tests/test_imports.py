@@ -63,7 +63,7 @@ def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path):
     code += f"quantize_static({files}, ArrayReader({str(tmp_path / 'data.npz')!r}))"
     modules = loaded_by(code, tmp_path)
     assert "kenosis_ort.flow.finish" in modules
-    assert not [name for name in modules if ".synthetic" in name or name.endswith((".trust", ".net_evidence"))]
+    assert not [name for name in modules if ".synthetic" in name or name.endswith(".trust")]
 
 
 def test_no_name_of_the_package_loads_what_is_heavy(tmp_path):

@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.accuracy.side_by_side import compare_layers
-from kenosis_ort.bench.op_times import profile_in_fresh_sessions
+from kenosis_ort.bench.harness import profile_in_fresh_sessions
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError

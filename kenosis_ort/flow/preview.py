@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.bench.op_times import profile_in_fresh_sessions
+from kenosis_ort.bench.harness import profile_in_fresh_sessions
 from kenosis_ort.calibration import readers
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds

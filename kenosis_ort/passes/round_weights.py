@@ -11,7 +11,7 @@ one, and where kernels add pairs of products in int16 the pair of the largest su
 For one output channel with real weights ``w`` and weights ``v`` on the grid, the output error over inputs ``x`` is
 ``(v - w)^T H (v - w)`` with ``H = E[x x^T]``: rounding to nearest minimizes the diagonal part only.
 
-Source of the objective: Nagel et al., "Up or Down? Adaptive Rounding", ICML 2020; the search is `coordinate_descent`.
+Source of the objective: Nagel et al., "Up or Down? Adaptive Rounding", ICML 2020; the search is `descend`.
 """
 
 import logging
@@ -28,8 +28,7 @@ from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
-from kenosis_ort.passes.input_moments import gather_moments
+from kenosis_ort.passes.input_moments import Grid, descend, gather_moments, pass_on
 from kenosis_ort.passes.layers import Float64, Layer, Weights, layers
 from kenosis_ort.passes.recipe import setting
 from kenosis_ort.runtime.session import HERE, Executor

@@ -29,7 +29,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from kenosis_ort.bench.op_times import profile_ops
+from kenosis_ort.bench.harness import profile_ops
 from kenosis_ort.errors import OptionError
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.runtime.machine import machine

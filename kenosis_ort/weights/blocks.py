@@ -47,7 +47,7 @@ from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
+from kenosis_ort.passes.input_moments import Grid, descend, pass_on
 from kenosis_ort.passes.layers import weights_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, become, exchange_layers

@@ -158,7 +158,7 @@ BREAKS = (
     Break("passes/correct_biases.py", "self._stacks = False", "self._stacks = True", "passes/test_corrections.py"),
     Break("passes/correct_biases.py", "present.size > 1 and (", "(", "passes/test_corrections.py"),
     Break("passes/layers.py", "power * self._importance).", "power / self._importance).", "passes/test_rescaling.py"),
-    Break("passes/coordinate_descent.py", "(found - zero) * scale -", "found * scale -", "passes/test_corrections.py"),
+    Break("passes/input_moments.py", "(found - zero) * scale -", "found * scale -", "passes/test_corrections.py"),
     Break("passes/smooth.py", "scaled = weight * factors", "scaled = weight", "passes/test_rescaling.py"),
     Break("passes/runner.py", "before, after = found.scores", "after, before = found.scores", "passes/test_runner.py"),
     Break("targets/onednn/conformance.py", " or len(dims) > len(weight):", ":", "verify/test_patterns.py"),
