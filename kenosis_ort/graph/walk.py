@@ -1,6 +1,7 @@
 """Iteration over all that a `ModelProto` nests (bodies of control flow, functions, tensors), attributes, and names.
 
-Every node gets a unique name; names that are already there stay.
+Every node gets a unique name; names that are already there stay. The IR version is lowered to what the installed
+runtime reads, or raised to what the operator sets need.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
