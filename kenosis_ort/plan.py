@@ -1,7 +1,7 @@
 """The placement plan: what is quantized, how, and why, decided before the graph is touched.
 
-A plan holds one `Decision` per edge ``(value, consumer, input index)`` and one `NodeDecision` per compute
-node. It is pure data, which goes to JSON, and what ``explain`` prints. `PlacementOptions` are the wishes that it follows.
+A plan holds one `Decision` per edge ``(value, consumer, input index)`` and one `NodeDecision` per compute node. It is
+pure data, which goes to JSON, and what ``explain`` prints. `PlacementOptions` are the wishes that it follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples: where they come from, and reading them from a data reader, once, checked against the model's inputs; divided."""
+"""Samples: where they come from, their division, and reading them once, checked against the model's inputs."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

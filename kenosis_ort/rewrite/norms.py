@@ -1,4 +1,4 @@
-"""Norms that are written as arithmetic, as one operator each, or in the spelling that the runtime knows; residuals too."""
+"""Norms as arithmetic, as one operator each, or in the spelling that the runtime knows, and residuals before them."""
 
 import math
 from collections.abc import Collection
