@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, get_args
 from typing_extensions import Self
 
 from kenosis_ort.checks import MOST_THREADS, Check, choice, either, flag, instance, or_none, path, several, whole
-from kenosis_ort.plan import OutputPolicy
 
+OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
 Failure = Literal["error", "float"]
 Tuning = Literal["off", "model"]

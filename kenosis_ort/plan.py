@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from onnx import TensorProto
 
@@ -222,9 +222,6 @@ class PlacementPlan:
         return json.dumps({"schema": SCHEMA_VERSION, **to_data(self)}, indent=1, sort_keys=True)
 
 
-OutputPolicy = Literal["auto", "float", "int8"]
-
-
 @dataclass(frozen=True)
 class PlacementOptions:
     """The caller's options as the planner needs them.
@@ -277,7 +274,7 @@ class PlacementOptions:
     float_outputs: frozenset[str] = frozenset()
     force_latent: bool = False
     protect_inputs: bool = True
-    protect_outputs: OutputPolicy | None = "auto"
+    protect_outputs: str | None = "auto"
     primary_inputs: tuple[str, ...] | None = None
     keep_float: Mapping[str, str] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, Speed, Stages, Widths
 from kenosis_ort.passes.recipe import Recipe
-from kenosis_ort.plan import OutputPolicy, PlacementOptions, PlacementPlan
+from kenosis_ort.plan import PlacementOptions, PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.rewrite.rule import Rewrite
@@ -86,7 +86,7 @@ class Request:
     extra_options: Mapping[str, Any]
     cache_path: Path | None
     target: Target
-    protect_outputs: OutputPolicy
+    protect_outputs: options.OutputPolicy
     primary_inputs: tuple[str, ...] | None
     custom_op_libraries: tuple[str, ...]
     progress: Progress | None

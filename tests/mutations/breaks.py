@@ -121,7 +121,7 @@ BREAKS = (
           "        if False:", "calibration/test_table.py"),
     Break("calibration/table.py", "if differing:", "if False:", "calibration/test_table.py flow/test_tables.py"),
     Break("runtime/limits.py", 'not fits or facts.get("version") != onnxruntime.__version__:', "not fits:", "runtime"),
-    Break("verify/__init__.py", "params.zero_point is not None and np.any(params.zero_point != 0)", "False", "verify"),
+    Break("verify.py", "params.zero_point is not None and np.any(params.zero_point != 0)", "False", "verify"),
     Break("weights/blocks.py", "    while block > LEAST_BLOCK and block > rows:", "    while False:", "weights"),
     Break("targets/ort_cpu/rules.py", "TensorProto.INT8,), why", "), why", "flow/test_explicit.py"),
     Break("targets/profile.py", "        return processor_class(self.features) == processor_class(features)",

@@ -245,7 +245,7 @@ def test_text_json_and_page_hold_the_layers():
 def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_those_without_any():
     package = Path(kenosis_ort.__file__).parent
     deciding = (path for room in ("placement", "targets", "flow") for path in (package / room).rglob("*.py"))
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (package / "options.py", *deciding))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (package / "plan.py", *deciding))
     assert not lacking(sources, *(f'"{rule}"' for rule in reasons._BY_RULE), *reasons._BY_REASON)
     hopeless = {Cause.NONE, Cause.PROTECTED, Cause.UNSUPPORTED_OP, Cause.UNSUPPORTED_ATTRIBUTE, Cause.UNKNOWN}
     assert set(reasons._BY_CAUSE) == {cause.value for cause in set(Cause) - hopeless}
