@@ -127,8 +127,7 @@ def add_output(model, dice):
     if not names:
         return None
     name, types = dice.choice(names), _types(model)
-    typed = name in types and dice.random() < 0.5
-    kind = (types[name][0], list(types[name][1])) if typed else None
+    kind = (types[name][0], list(types[name][1])) if name in types and dice.random() < 0.5 else None
     model.graph.output.append(
         helper.make_tensor_value_info(name, *kind) if kind is not None else onnx.ValueInfoProto(name=name)
     )

@@ -76,8 +76,7 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(groups, inputs
 @given(shape=st.tuples(*[st.integers(1, 5)] * 4), groups=st.integers(1, 3), seed=LARGE)
 def test_pairs_are_a_permutation_of_the_weights(shape, groups, seed):
     w = np.random.default_rng(seed).integers(-128, 128, shape, np.int8)
-    orders = [PairOrder((0, 2, 3, 1), 1), PairOrder((0, 1, 3, 2), 3), PairOrder((1, 0, 2, 3), 2)]
-    for order in orders:
+    for order in [PairOrder((0, 2, 3, 1), 1), PairOrder((0, 1, 3, 2), 3), PairOrder((1, 0, 2, 3), 2)]:
         pairs = order.pairs(w)
         assert pairs.shape[-1] == 2
         np.testing.assert_array_equal(order.tensor(pairs, w.shape), w)

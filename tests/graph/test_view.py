@@ -62,8 +62,7 @@ def test_operators_of_other_domains_go_by_their_full_names():
     model = parse("net (float[1,3] x) => (y) { y = Relu (x) }")
     model.graph.node[0].domain = "own"
     model.opset_import.add(domain="own", version=1)
-    v = GraphView(model)
-    assert (v.nodes[0].op_type, model.graph.node[0].op_type) == ("own.Relu", "Relu")
+    assert (GraphView(model).nodes[0].op_type, model.graph.node[0].op_type) == ("own.Relu", "Relu")
 
 
 def test_types_of_maps_are_read_past_and_kept():

@@ -29,8 +29,7 @@ pytestmark = [
 def net():
     """Three Convs, a pool and a Gemm, as channels-last flows take it."""
     net = models.Net(seed=5)
-    x = net.input("x", [1, 3, 12, 12])
-    a = net.op("Relu", [net.conv(x, 3, 8, name="stem")])
+    a = net.op("Relu", [net.conv(net.input("x", [1, 3, 12, 12]), 3, 8, name="stem")])
     b = net.op("Relu", [net.conv(a, 8, 8, name="second")])
     pooled = net.op("MaxPool", [b], kernel_shape=[2, 2], strides=[2, 2])
     c = net.op("Relu", [net.conv(pooled, 8, 8, name="third")])

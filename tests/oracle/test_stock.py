@@ -95,8 +95,7 @@ def _some(options):
 
 
 def test_corpus_covers_both_registries():
-    seen = {n.op_type for build in GRAPHS.values() for n in build().graph.node}
-    assert not set(OP_TYPES) - seen
+    assert not set(OP_TYPES) - {n.op_type for build in GRAPHS.values() for n in build().graph.node}
 
 
 FOUR_BITS = pytest.param("u8s4_opset21", marks=pytest.mark.since("1.24"))  # stock of before fails beside onnx of today

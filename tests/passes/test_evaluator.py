@@ -214,8 +214,7 @@ def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds
 def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_for(count, ahead):
     executor = Eager(ahead)
     candidates = Candidates(executor=executor)
-    feeds = [{"x": 0}, {"x": 1}]
-    for number, outputs in enumerate(candidates.each((str(n) for n in range(count)), feeds)):
+    for number, outputs in enumerate(candidates.each((str(n) for n in range(count)), [{"x": 0}, {"x": 1}])):
         assert len(executor.opened) == min(count, number + 1 + ahead)
         assert [found["y"].tolist() for found in outputs] == [[number, 0], [number, 1]]
 

@@ -162,8 +162,7 @@ def test_high_biases_move_on_to_a_layer_that_does_not_pad():
 def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape, pairs):
     text = f"""(float[4,6] x) => (y) <float[6,4] a_w, float[{shape}] a_b, float[4,5] b_w, float[5] b_b>
         {{ [a] p = Gemm (x, a_w, a_b) q = Relu (p) [b] y = Gemm (q, b_w, b_b) }}"""
-    weight = models.normal((6, 4)) * [0.01, 0.1, 1.0, 1.0]
-    model = planning.prepared(planning.parse(text, {"a_w": weight}))
+    model = planning.prepared(planning.parse(text, {"a_w": models.normal((6, 4)) * [0.01, 0.1, 1.0, 1.0]}))
     result = equalized(model, models.feeds(model, 16))
     assert len(result.pairs) == pairs
     assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
@@ -400,8 +399,7 @@ def test_fewer_values_are_tried_as_long_as_they_serve(errors, tried, scaled):
 def test_what_one_range_costs():
     """A row a thousand times the others hides them in one range and costs none of them in its own."""
     model = of_rows(BODIES["matmul"])
-    feeds = [{"i": (x := outlying())}]
-    (noise,) = row_noise(GraphView(model), feeds, nodes=linear_layers(model))
+    (noise,) = row_noise(GraphView(model), [{"i": (x := outlying())}], nodes=linear_layers(model))
     assert (noise.value, noise.by_row < 1e-4 < 0.5 < noise.static) == ("x", True)
     (even,) = row_noise(GraphView(model), [{"i": np.sign(x)}], nodes=linear_layers(model))
     assert even.static == pytest.approx(even.by_row)

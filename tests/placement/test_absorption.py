@@ -15,8 +15,7 @@ from tests.planning import parse, view_of
 
 
 def absorption(text, weights=None, **options):
-    view = view_of(text, weights)
-    wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
+    wishes = constrain(view_of(text, weights), ORT_CPU, PlacementOptions(**options))
     return Absorption(wishes, classify(wishes, {}))
 
 
@@ -170,6 +169,5 @@ def test_only_values_of_their_own_scale():
         e = Conv <kernel_shape = [1,1]> (g, v)\n y = Neg (e) }"""
     view = view_of(text, {**PADS, "fill": np.float32(-np.inf)})
     plan = Planner(view, ORT_CPU, PlacementOptions(protect_outputs="int8")).plan()
-    own = {str(v.name) for v in values_of_own_scale(view, plan)}
-    assert own & {"x", "d", "m", "r"} == {"x", "d"}
+    assert {str(v.name) for v in values_of_own_scale(view, plan)} & {"x", "d", "m", "r"} == {"x", "d"}
     assert seen_as(view, values_of_own_scale(view, plan)).get("d") == SeenAs(-8.0, None)

@@ -19,8 +19,7 @@ CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y =
 
 def classes_of(model, weights=None, *, protected=None, **options):
     """Returns the class of each node."""
-    view = view_of(model, weights)
-    return classify(constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
+    return classify(constrain(view_of(model, weights), ORT_CPU, PlacementOptions(**options)), protected or {})
 
 
 def only(text, weights=None, **options):

@@ -24,8 +24,7 @@ class _Grower:
 
     def pick(self):
         """Returns a value to read, a late one more often than an early one."""
-        late = self.values[-3:]
-        return self.draw(st.sampled_from(late if self.flip() else self.values))
+        return self.draw(st.sampled_from(self.values[-3:] if self.flip() else self.values))
 
     def flip(self):
         return self.draw(st.booleans())

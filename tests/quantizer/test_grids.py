@@ -74,8 +74,7 @@ def test_without_a_limit_the_range_is_covered_to_half_a_step_and_no_step_is_wast
 @example((-1e-40, 0.0), True, None)
 def test_zero_is_exact_whatever_the_range(range_, signed, limit):
     """From subnormal to the largest float32: real 0.0 is the integer zero point, the scale a positive float32."""
-    p = nudged_parameters(*range_, signed=signed, limit=limit)
-    assert is_valid(p, signed=signed)
+    assert is_valid(nudged_parameters(*range_, signed=signed, limit=limit), signed=signed)
 
 
 @given(ranges(), st.booleans(), limits())

@@ -59,8 +59,7 @@ def passes():
 def speed():
     slower = ("int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5)
     taken = ("first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5)
-    spare = ("the float model", "spare", "not needed")
-    forms = {"int8": slower, "int8-first-float": taken, "float": spare}
+    forms = {"int8": slower, "int8-first-float": taken, "float": ("the float model", "spare", "not needed")}
     candidates = tuple(SpeedCandidate(name, *said) for name, said in forms.items())
     notes = ("the pools were merged",)
     return SpeedSummary(candidates, float_milliseconds=1.5, tune="model", notes=notes)

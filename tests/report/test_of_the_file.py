@@ -51,8 +51,7 @@ def net(seed):
 
 def check(report, model, out):
     """Compares a report with the file."""
-    written = onnx.load(out)
-    quantized = any(node.op_type in _QUANTIZED for node in written.graph.node)
+    quantized = any(node.op_type in _QUANTIZED for node in onnx.load(out).graph.node)
     assert report.is_float is not quantized, report.verdict()
     assert (report.size_before, report.size_after) == (model.ByteSize(), out.stat().st_size)
     smaller = report.size_after < report.size_before

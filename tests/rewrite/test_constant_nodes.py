@@ -39,8 +39,7 @@ def test_dropout_in_inference_goes_and_in_training_stays():
     dropped("a = Dropout(x, rate) y = Relu(a)", "Relu", declared=declared, rate=0.5)
     dropped("a = Dropout(x, rate, flag) y = Relu(a)", "Relu", declared=declared, rate=0.5, flag=False)
     text = f"(float[2,3] x) => (float[2,3] y) <{declared}> {{ a = Dropout(x, rate, flag) y = Relu(a) }}"
-    training = parse(text, {"rate": 0.5, "flag": True})
-    assert ops(rewritten(drop_identity, training).proto) == ["Dropout", "Relu"]
+    assert ops(rewritten(drop_identity, parse(text, {"rate": 0.5, "flag": True})).proto) == ["Dropout", "Relu"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["Identity", "Neg"]), st.integers(0, 9)), min_size=1, max_size=10), st.data())

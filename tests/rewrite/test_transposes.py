@@ -64,8 +64,7 @@ def test_any_net_of_transposes_computes_the_same_and_moves_no_more(data):
                 shape[a] += before + behind
         if math.prod(shape) > 4000:
             continue
-        y = g.op(name, inputs, **more)
-        dims[y] = tuple(shape)
+        dims[g.op(name, inputs, **more)] = tuple(shape)
     last = g.op("Relu", [g.op("Transpose", [[*dims][-1]], perm=FIRST)])
     model = g.of(last, *data.draw(st.sets(st.sampled_from([*dims]), max_size=2)))
     result = check(cancel_transposes, model, normal(size, 1), rtol=1e-4)

@@ -80,8 +80,7 @@ def test_memory_is_bounded_and_the_file_goes():
         spool.append({"x": np.full(100, i, np.float64)})
     folder = spool._arrays.scratch.path
     assert sum(f.stat().st_size for f in folder.iterdir()) > 45 * 800
-    held = sum(v.nbytes for entry in spool._in_memory for v in entry.values())
-    assert 0 < held <= 1000
+    assert 0 < sum(v.nbytes for entry in spool._in_memory for v in entry.values()) <= 1000
     part = spool[48:]
     del spool
     assert part[1]["x"][0] == 49

@@ -181,8 +181,7 @@ def told(model, *kernels):
     found = [
         Executed(layer, kind, kind, "jit", tuple(map(tokens.get, names.split()))) for layer, kind, names in kernels
     ]
-    graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
-    return report_of(graph, found, None, "0")
+    return report_of(SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths), found, None, "0")
 
 
 @pytest.mark.parametrize(("between", "said", "parts"), [

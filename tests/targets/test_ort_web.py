@@ -67,8 +67,7 @@ def test_rule_web_range_keeps_negatives(tmp_path):
     convs = {v for v, node in made.makers.items() if node.op_type == "Conv"}
     behind = [zero for name, (_, zero) in made.grids.items() if name in convs]
     assert (len(behind), min(behind) > 50) == (4, True)
-    limits = preview(chain("Clip"), target="ort-web").saturations
-    assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
+    assert [(s.low, s.high) for s in preview(chain("Clip"), target="ort-web").saturations] == [(-6.0, 6.0)] * 3
 
 
 def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path):
@@ -81,8 +80,7 @@ def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path):
         (low, high), (cut, end) = table.range_of(name), fitted.range_of(name)
         assert low < cut < 0 < end == high
         histogram = table.tensors[name].histogram
-        below = histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total
-        assert _FARTHEST / 2 < below <= _FARTHEST
+        assert _FARTHEST / 2 < histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total <= _FARTHEST
     assert fitted_to_widths(fitted, plan).range_of(plan.spared[0]) == fitted.range_of(plan.spared[0])
     assert not preview(model, target="ort-cpu").spared
 

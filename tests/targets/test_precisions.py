@@ -116,8 +116,7 @@ def test_row(case):
         with pytest.raises(Exception, match=r"invalid|was false"):
             run(model, random_feeds(model))
         return
-    kernels = set(compute_ops(model)) - {"Cast"}
-    assert kernels <= set((since or row.kernel).split(", "))
+    assert set(compute_ops(model)) - {"Cast"} <= set((since or row.kernel).split(", "))
     fast, plain = run(model, random_feeds(model))[0], run(model, random_feeds(model), optimize=False)[0]
     noise = float(np.square(fast.astype(np.float64) - plain).sum())
     assert noise < 1e-3 * float(np.square(plain.astype(np.float64)).sum())
@@ -144,8 +143,7 @@ def test_matmul_n_bits_computes_in_integers():
     """The kernel takes 8-bit blocks of activations (accuracy level 4): not the float product to the last digits."""
     _, model = CASES["int8-weights/1"]
     fast, plain = run(model, random_feeds(model))[0], run(model, random_feeds(model), optimize=False)[0]
-    noise = float(np.square(fast - plain).sum() / np.square(plain).sum())
-    assert 1e-7 < noise < 1e-3
+    assert 1e-7 < float(np.square(fast - plain).sum() / np.square(plain).sum()) < 1e-3
 
 
 def test_refusals_say_what_to_do():

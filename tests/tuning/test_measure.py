@@ -28,8 +28,7 @@ TARGET = get_target("ort-cpu")
 def test_the_fit_finds_what_times_were_made_of(seed, values):
     rng = np.random.default_rng(seed)
     made = KernelCost(fixed=1e3 * values[0], product=values[1], weight=10 * values[2])
-    sizes = 10 ** rng.uniform(3, 7, (24, 2))
-    works = [Work("x", products=int(a), weights=int(b)) for a, b in sizes]
+    works = [Work("x", products=int(a), weights=int(b)) for a, b in 10 ** rng.uniform(3, 7, (24, 2))]
     found = measure.fit(works, [made.microseconds(work) for work in works])
     for work in works:
         assert found.microseconds(work) == pytest.approx(made.microseconds(work), rel=0.05)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import onnx
@@ -256,13 +256,6 @@ def consider(stadium, candidates=None, quality=lambda _: 30.0, **more):
     return found
 
 
-def failing(error):
-    def build(*_):
-        raise error
-
-    return build
-
-
 @pytest.mark.parametrize(("costs", "quality", "expected", "said"), [
     ({"int8": 0.01, "weights": 0.001}, {}, "taken spare spare", {0: "2.00x of"}),
     ({"int8": 0.017, "weights": 0.001}, {}, "taken spare spare", {1: "not needed"}),  # it is clearly faster
@@ -276,7 +269,7 @@ def test_which_form_is_taken(costs, quality, expected, said):
     stadium = FakeStadium({**costs, "float": 0.02})
     forms = [form(n) for n in costs]
     if expected == "taken spare spare":
-        forms[1:] = [each._replace(build=failing(AssertionError("built"))) for each in forms[1:]]
+        forms[1:] = [each._replace(build=Mock(side_effect=AssertionError("built"))) for each in forms[1:]]
     found = consider(stadium, [*forms, FLOAT_FORM], quality=lambda model: quality.get(model.graph.name, 30.0))
     assert [record.status for record in found.candidates] == expected.split()
     assert all(text in found.candidates[at].reason for at, text in said.items())
@@ -289,8 +282,8 @@ def test_which_form_is_taken(costs, quality, expected, said):
 
 def test_a_rung_that_fails_is_dropped_and_named():
     candidates = [
-        Form("broken", "", failing(VerificationError("the bias is off", where="conv"))),
-        Form("buggy", "", failing(KeyError("scale"))), Form("absent", "", lambda: None),
+        Form("broken", "", Mock(side_effect=VerificationError("the bias is off", where="conv"))),
+        Form("buggy", "", Mock(side_effect=KeyError("scale"))), Form("absent", "", lambda: None),
         *map(form, ("unloadable", "wrong", "good")), FLOAT_FORM,
     ]  # fmt: skip
     stadium = FakeStadium({"float": 0.01, "unloadable": RuntimeError("NOT_IMPLEMENTED"), "wrong": 0.001, "good": 0.005})
@@ -302,7 +295,7 @@ def test_a_rung_that_fails_is_dropped_and_named():
     ]  # fmt: skip
     assert (outcome.taken.name, "wrong" in stadium.opened) == ("good", False)
     checked = [form("wrong")._replace(checked=True), FLOAT_FORM]
-    assert consider(stadium, checked, failing(AssertionError("asked"))).taken.name == "wrong"
+    assert consider(stadium, checked, Mock(side_effect=AssertionError("asked"))).taken.name == "wrong"
 
 
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
@@ -399,5 +392,5 @@ def test_a_faster_form_that_computes_as_well_takes_the_place(dynamic, long, wors
 
 
 def test_a_challenger_that_fails_costs_nothing():
-    outcome = challenged(0.005, quality=failing(VerificationError("it does not run", where="conv")))
+    outcome = challenged(0.005, quality=Mock(side_effect=VerificationError("it does not run", where="conv")))
     assert [r.status for r in outcome.candidates] == ["taken", "dropped", "spare"]

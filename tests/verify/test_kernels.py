@@ -92,8 +92,7 @@ def told(kernel):
 @pytest.mark.parametrize("name", FLOAT)
 def test_float_kernels(name):
     body, expected = FLOAT[name]
-    found = report(named(body))
-    said = ", ".join(f"{k.node}: {told(k)}" for k in found.kernels)
+    said = ", ".join(f"{k.node}: {told(k)}" for k in report(named(body)).kernels)
     assert re.fullmatch(expected, said), said
 
 

@@ -49,8 +49,7 @@ def test_the_simulation_is_what_the_processor_at_hand_computes(net, form, tmp_pa
     simulation, feeds = ClippingSimulation(file), models.feeds(model, 3)
     assert simulation.layers
     for feed, native in zip(feeds, run(file, feeds), strict=True):
-        found = list(simulation.run(feed, clips=SATURATES).values())
-        for a, b in zip(found, native, strict=True):
+        for a, b in zip(simulation.run(feed, clips=SATURATES).values(), native, strict=True):
             np.testing.assert_array_equal(a, b)
         other = list(simulation.run(feed, clips=not SATURATES).values())
         assert not all(np.array_equal(a, b) for a, b in zip(other, native, strict=True))
@@ -129,8 +128,7 @@ def test_the_number_of_channels(tmp_path):
     weight[1:3, 2] = 1.0  # in two pairs
     weight[[4, 5], 3] = 1.0, -1.0  # of two signs
     model = parse("(float[3,8] x) => (y) <float[8,4] w> { [layer] y = MatMul (x, w) }", {"w": weight})
-    file = by_stock(model, tmp_path, per_channel=False)
-    (layer,) = verify_fusion(file).clipping()
+    (layer,) = verify_fusion(by_stock(model, tmp_path, per_channel=False)).clipping()
     assert (layer.node, layer.clipping) == ("layer", 1)
 
 
@@ -138,8 +136,7 @@ def test_a_weight_that_is_an_output_too(tmp_path):
     model = onnx.load(by_stock(models.mlp(), tmp_path))
     tensor = model.graph.initializer[0]
     model.graph.output.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    losses = clipping_loss(model, models.feeds(models.mlp(), 2))
-    assert tensor.name in {loss.output for loss in losses}
+    assert tensor.name in {loss.output for loss in clipping_loss(model, models.feeds(models.mlp(), 2))}
 
 
 @pytest.mark.since("1.24")  # before, the runtime has no ConvInteger of int8 weights

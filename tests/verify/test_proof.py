@@ -242,8 +242,7 @@ reports = st.builds(
 
 @given(reports)
 def test_json_has_every_kernel(report):
-    raw = json.loads(json.dumps(report.to_dict()))
-    assert raw == {"schema": 1, **json.loads(json.dumps(asdict(report)))}
+    assert json.loads(json.dumps(report.to_dict())) == {"schema": 1, **json.loads(json.dumps(asdict(report)))}
 
 
 @given(reports)
@@ -298,8 +297,7 @@ def test_tiny_scales_are_judged_in_steps_of_float32():
 
 
 def test_a_bias_that_counts_nothing_is_not_judged():
-    model = build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=2.0, beta=0.0))
-    assert check_bias_alignment(model) == []
+    assert check_bias_alignment(build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=2.0, beta=0.0))) == []
 
 
 def test_shared_bias_of_disagreeing_consumers_is_found():
@@ -310,8 +308,7 @@ def test_shared_bias_of_disagreeing_consumers_is_found():
 
 
 def _edit(model, name, change):
-    initializer = next(i for i in model.graph.initializer if i.name == name)
-    initializer.CopyFrom(numpy_helper.from_array(change, name))
+    next(i for i in model.graph.initializer if i.name == name).CopyFrom(numpy_helper.from_array(change, name))
 
 
 def test_a_bias_has_the_zero_point_zero():

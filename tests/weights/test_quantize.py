@@ -114,8 +114,7 @@ def test_embeddings_are_looked_up_in_blocks(rows, width, bits, seed):
     model = look_up(rows, width, seed)
     made, names = with_block_embeddings(model, bits, 32)
     assert names == ("look",)
-    feeds = [{"ids": np.random.default_rng(seed).integers(0, rows, 4)}]
-    (compared,) = compare_outputs(model, made, feeds)
+    (compared,) = compare_outputs(model, made, [{"ids": np.random.default_rng(seed).integers(0, rows, 4)}])
     assert compared.sqnr_db > (17 if bits == 4 else 40)
 
 
