@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -41,9 +41,6 @@ from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance, is_
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.constants import BOUNDS, LAYERS, Is, having
 from kenosis_ort.graph.walk import attribute_float
-
-if TYPE_CHECKING:
-    pass
 
 Range = tuple[float, float]
 

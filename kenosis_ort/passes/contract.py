@@ -12,24 +12,22 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in, copy_with
 from kenosis_ort.graph.view import GraphView, PreparedModel
+from kenosis_ort.passes.evaluator import Evaluator, Score
 from kenosis_ort.passes.recipe import PassSettings
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
-
-if TYPE_CHECKING:
-    from kenosis_ort.calibration.feeds import Feed
-    from kenosis_ort.calibration.table import CalibrationTable
-    from kenosis_ort.passes.evaluator import Evaluator, Score
 
 LEAST_HELD_OUT = 4
 """Samples that a change of ranges or weights is evaluated on."""

@@ -16,18 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.graph.constants import LAYERS, Is, having, what
 from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-
-if TYPE_CHECKING:
-    from kenosis_ort.calibration.statistics import ChannelStatistics
 
 Float64 = npt.NDArray[np.float64]
 

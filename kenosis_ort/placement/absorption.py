@@ -20,17 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Bounds, Consumer, GraphView, ir
+from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 from kenosis_ort.targets.table import NodeClass, Role
-
-if TYPE_CHECKING:
-    from kenosis_ort.placement.constraints import Constraints
 
 _PRODUCERS = (Role.ANCHOR, Role.BINARY, Role.CONCAT)
 _BY_TABLE = "unsupported-op"  # the rule of an operator that the table has no rule for

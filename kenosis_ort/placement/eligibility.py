@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import Is, having
@@ -31,11 +31,9 @@ from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.options import BYTE, Widths
+from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets.table import FusionRule, NodeClass, Requirement, Role
-
-if TYPE_CHECKING:
-    from kenosis_ort.placement.constraints import Constraints
 
 _PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
 

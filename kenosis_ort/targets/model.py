@@ -125,7 +125,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Target(Table):
-    """A runtime: its table, and what it takes beside one.
+    """A runtime: its table, whose attributes it has, and what it takes beside one.
 
     Attributes:
         static_shapes: It takes models without symbolic dimensions alone.
