@@ -142,6 +142,7 @@ def smooth(
         worth = _WORTH if group.folds or insert else _WORTH_A_MUL
         if (alpha == "auto" or worth == _WORTH_A_MUL) and not after < worth * before:
             continue
+        del weights, noisy  # twice as large as the weights themselves
         scale_channels(graph, group, factors)
         rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(graph)}
         if not group.folds:
