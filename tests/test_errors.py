@@ -113,8 +113,7 @@ def test_callers_own_keeps_results_and_names_and_a_misspelt_option_is_a_type_err
 
 
 def test_names_are_spelled_out_in_all_texts(tmp_path):
-    model = models.residual_block()
-    odd = "\x1b[31mred\u202e<b>"
+    model, odd = models.residual_block(), "\x1b[31mred\u202e<b>"
     for node in model.graph.node:
         node.name = f"{node.name}{odd}"
     model.graph.node[-1].output[0] = model.graph.output[0].name = odd

@@ -61,8 +61,7 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(groups, inputs
     text = f"y = QLinearConv<group = {groups}>(x, s, z, w, s, v, t, u)"
     y = computed(f"uint8{list(x.shape)} x) => (uint8[] y", text, x, constants)
     order = pair_order(parse_node(f"y = Conv<group = {groups}>(x, w)"), shape)
-    per_group = outputs // groups
-    sums = []
+    per_group, sums = outputs // groups, []
     for group in range(groups):
         columns = windows(x, kernel, group, groups)
         stored = w[group * per_group : (group + 1) * per_group].transpose(0, *range(2, w.ndim), 1)

@@ -31,8 +31,7 @@ def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
 @pytest.mark.parametrize("to", ["qdq", "qop", "qcdq", "qonnx", "float"])
 def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     model = conv_net(bits=8)
-    before = model.SerializeToString()
-    done = convert(model, tmp_path / "out.onnx", to)
+    before, done = model.SerializeToString(), convert(model, tmp_path / "out.onnx", to)
     written = onnx.load(tmp_path / "out.onnx")
     assert [v.name for v in (*written.graph.input, *written.graph.output)] == ["x", model.graph.output[0].name]
     assert (done.agreement[0].sqnr_db > 20, done.size) == (True, (tmp_path / "out.onnx").stat().st_size)

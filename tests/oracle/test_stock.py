@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, create_calibrator, quantize_static as by_stock
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
@@ -25,7 +24,6 @@ from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.verify import check_bias_alignment
 from tests import models, planning
 from tests.flow import support
-from tests.models import FeedReader, session
 from tests.oracle import corpus
 from tests.oracle.compare import differences
 from tests.oracle.corpus import GRAPHS, OPTIONS
@@ -61,7 +59,7 @@ def _ranges(name, opset):
         path = Path(folder) / "m.onnx"
         onnx.save(model, str(path))
         calibrator = create_calibrator(path, OP_TYPES, augmented_model_path=str(Path(folder) / "augmented.onnx"))
-        calibrator.collect_data(FeedReader(corpus.feeds(model)))
+        calibrator.collect_data(models.FeedReader(corpus.feeds(model)))
         return calibrator.compute_data()
 
 
@@ -80,7 +78,7 @@ def _quantize(make, source, name, options, **extras):
 
 def _loads(model):
     try:
-        session(model)
+        models.session(model)
     except (ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.NotImplemented):
         return False
     return True
@@ -137,13 +135,16 @@ def test_all_stages_off_equals_stock(options, tmp_path):
             continue
         arguments["nodes_to_exclude"] = [n for n in OPTIONS[options]["nodes_to_exclude"] if n in nodes]
         try:
-            by_stock(model, str(stock), FeedReader(corpus.feeds(model)), **arguments)
+            by_stock(model, str(stock), models.FeedReader(corpus.feeds(model)), **arguments)
             want = onnx.load(stock)
         except (ValueError, RuntimeError, AssertionError, TypeError, ort_errors.Fail):
             continue  # where stock has no answer there is nothing to be equal to
         if not _loads(want):
             continue
-        feeds, model = FeedReader(corpus.feeds(model)), _load(name, opset)  # stock made its weights file references
+        feeds, model = (
+            models.FeedReader(corpus.feeds(model)),
+            _load(name, opset),
+        )  # stock made its weights file references
         try:
             report = quantize_static(model, ours, feeds, stages=Stages.none(), verify=False, **arguments)
         except KenosisError as error:
@@ -179,7 +180,7 @@ def _pre_quantized(zero_point="", more="", outputs=""):
 def _weights_as_inputs():
     model = models.conv_relu_chain(4)
     for tensor in model.graph.initializer:
-        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     return model
 
 
@@ -268,8 +269,7 @@ def test_nothing_is_printed_or_left_and_the_callers_objects_stay(tmp_path, capfd
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    seen = []
-    model = models.bn_net()
+    seen, model = [], models.bn_net()
     before = model.SerializeToString()
     options = {"nodes_to_exclude": ["conv1"], "extra_options": {"MinimumRealRange": 0.001}}
     with caplog.at_level(logging.INFO):

@@ -14,11 +14,9 @@ from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.correct_biases import FloatMeans, bias_shifts, chosen_feeds, with_biases, with_shifts
 from kenosis_ort.passes.input_moments import Grid, InputMoments, descend, pass_on
 from kenosis_ort.passes.layers import bias_of, layers
-from kenosis_ort.passes.round_weights import learn_rounding
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.flow.support import changed
-from tests.models import Net
 from tests.passes.support import array, first, noise
 
 LAYERS = ("c0", "c1", "c2")
@@ -43,7 +41,7 @@ def damaged(model, *layers):
 
 
 def chain(act):
-    net = Net(seed=1)
+    net = models.Net(seed=1)
     y = net.op("Abs", [net.input("x", ["n", 4, 8, 8])])
     for at, name in enumerate(LAYERS):
         y = ACTIVATIONS[act](net, net.conv(y, 8 if at else 4, 8, name=name))
@@ -176,7 +174,7 @@ def smooth_feeds(model, count, seed=0):
 
 
 def one_layer(kind, *, groups=1, stride=1, pads=1, dilation=1, seed=0):
-    net = Net(seed=seed)
+    net = models.Net(seed=seed)
     if kind == "gemm":
         y = net.gemm(net.input("x", ["n", 24]), 24, 8, name="a")
     elif kind == "matmul":
@@ -198,7 +196,7 @@ def dequantized(model, outcome):
 
 
 def learned(outcome, feeds, **options):
-    return learn_rounding(outcome.model, outcome.quantized, feeds, **options)
+    return rounding.learn_rounding(outcome.model, outcome.quantized, feeds, **options)
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -222,7 +220,7 @@ def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
 
 
 def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing():
-    net = Net()
+    net = models.Net()
     y = net.op("Relu", [net.conv(net.input("x", ["n", 8, 6, 6]), 8, 8, name="a")])
     shared = planning.prepared(net.of(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1])))
     for model, count, options in ((one_layer("gemm"), 8, {}), (one_layer("conv"), 4, {"nodes": ()}), (shared, 4, {})):

@@ -203,8 +203,7 @@ class Eager(Here, Running):
 
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 4))
 def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(first, second, ahead):
-    candidates = Candidates(executor=Eager(ahead))
-    feeds = [{"x": number} for number in range(4)]
+    candidates, feeds = Candidates(executor=Eager(ahead)), [{"x": number} for number in range(4)]
     for numbers in (first, second):
         found = list(candidates.outputs("1", [feeds[n] for n in numbers]))
         assert [int(outputs["y"][1]) for outputs in found] == numbers

@@ -13,7 +13,6 @@ from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
 from kenosis_ort.passes.recipe import RECIPES, SpeedChoice, resolve_recipe
 from kenosis_ort.report.html.page import python_call
 from tests import models
-from tests.models import FeedReader
 
 shares = st.floats(0, 1)
 recipes = st.builds(
@@ -138,14 +137,14 @@ def test_call_and_file_make_the_same_bytes(case, tmp_path):
     model, source, out = models.bn_net(), tmp_path / "model.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     feeds = models.feeds(model, 12)
-    report = quantize_static(source, out, FeedReader(feeds), **CALLS[case])
+    report = quantize_static(source, out, models.FeedReader(feeds), **CALLS[case])
     first = out.read_bytes()
     report.save_recipe(tmp_path / "out.recipe.toml")
     script = python_call(report)
     assert script.count("= ...") == 1
     out.unlink()
     script = script.replace("reader = ...", "")
-    exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
+    exec(compile(script, "call", "exec", dont_inherit=True), {"reader": models.FeedReader(feeds)})
     assert out.read_bytes() == first, script
     assert RecipeFile.load(tmp_path / "out.recipe.toml") == report.recipe_file()
 

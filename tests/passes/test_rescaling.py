@@ -21,7 +21,6 @@ from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, planning
 from tests.flow.support import changed, run
 from tests.graph.build import ops
-from tests.models import Net
 from tests.passes.support import array, first
 from tests.planning import parse, prepared
 
@@ -57,12 +56,12 @@ ACTIVATIONS = {
     "clip": lambda net, y, flat: net.op("Clip", [y, np.float32(0), np.float32(3)]),
     "pool": lambda net, y, flat: net.op("AveragePool", [net.op("Relu", [y])], kernel_shape=[3, 3], pads=[1] * 4),
 }
-LINEAR = {"gemm": Net.gemm, "matmul": Net.linear}
+LINEAR = {"gemm": models.Net.gemm, "matmul": models.Net.linear}
 
 
 def pair_net(first, act, second, *, groups=1, seed=0):
     """Two layers with eight channels of unlike range between them."""
-    net, flat = Net(seed=seed), first in LINEAR
+    net, flat = models.Net(seed=seed), first in LINEAR
     x = net.input("x", ["n", 6] if flat else ["n", 4, 6, 6])
     if flat:
         y = LINEAR[first](net, x, 6, 8, name="a")
@@ -170,7 +169,7 @@ def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape, 
 
 @pytest.mark.parametrize("case", ["two consumers", "output", "shared weight", "sigmoid", "excluded"])
 def test_what_others_need_is_not_touched(case):
-    net = Net(seed=5)
+    net = models.Net(seed=5)
     y = net.op("Sigmoid" if case == "sigmoid" else "Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, name="a")])
     if case in ("two consumers", "output"):
         net.output(y if case == "output" else net.op("Exp", [y]))

@@ -1,6 +1,5 @@
 """What nodes do, what nets cost by the table, what is left float by it, and which kernel Convs are laid out for."""
 
-import dataclasses
 import itertools
 import math
 from dataclasses import replace
@@ -20,7 +19,6 @@ from kenosis_ort.targets.ort_cpu.work import CLASSES, conv_work, linear_work, wo
 from kenosis_ort.targets.profile import KernelCost, Work
 from tests import models
 from tests.flow.support import changed, make, proof, run
-from tests.models import Net
 from tests.planning import view_of
 
 
@@ -133,7 +131,7 @@ def flat_table(**kernels):
         name.replace("_", "-"): (KernelCost(a * 1e3), None if b is None else KernelCost(b * 1e3))
         for name, (a, b) in {"other": (0.0, None), "nothing": (0.0, 0.0), **kernels}.items()
     }
-    return dataclasses.replace(ORT, measured_on="nowhere", command="none", run=0.0, kernels=costs, error=1.2)
+    return replace(ORT, measured_on="nowhere", command="none", run=0.0, kernels=costs, error=1.2)
 
 
 class Case:
@@ -164,8 +162,7 @@ def chain(*widths, size=16, slow=-1):
 
 def between(body, channels=32, last="[last] y = Relu (e)"):
     """Two Convs, ``a`` and ``b``, with nodes from ``c`` to ``d`` between them, and what follows ``e``."""
-    conv = "Conv <pads = [1,1,1,1]>"
-    kernels = f"float[{channels},{channels},3,3]"
+    conv, kernels = "Conv <pads = [1,1,1,1]>", f"float[{channels},{channels},3,3]"
     return f"""(float[1,{channels},8,8] x) => (float[1,{channels},8,8] y) <{kernels} w, {kernels} v>
     {{ [a] c = {conv} (x, w) {body} [b] e = {conv} (d, v) {last} }}"""
 
@@ -270,7 +267,7 @@ def test_no_parting_is_cheaper(sides, pairs):
 
 def net_of_convs(size=12):
     """A small stem, a deep Conv, a depthwise one and a narrow one."""
-    net = Net()
+    net = models.Net()
     y = net.op("Relu", [net.conv(net.input("x", [1, 3, size, size]), 3, 64, name="stem")], name="r0")
     y = net.op("Relu", [net.conv(y, 64, 64, name="deep")], name="r1")
     y = net.op("Conv", [y, net.weight((64, 1, 3, 3), name="dw")], name="depthwise", group=64, pads=[1] * 4)

@@ -1,7 +1,6 @@
 """What is decided for whole blocks, edge by edge, as the user reads it; plans of shared nets are golden."""
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -275,7 +274,7 @@ def test_what_is_behind_them_is_integer_on_a_q_of_its_own():
 
 
 def test_a_target_may_switch_it_off():
-    assert float_convs(stem(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == ""
+    assert float_convs(stem(), target=replace(ORT_CPU, hooks=Hooks())) == ""
 
 
 # ---- pools on bytes, which are fast where an integer Conv made the layout channels-last ---------------------------

@@ -10,7 +10,6 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quant_utils
 
 import kenosis_ort
-from kenosis_ort import Recipe
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR, PairOrder, can_clip, pair_order
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.walk import all_graphs
@@ -310,7 +309,7 @@ def test_no_pair_clips_and_the_error_is_half_a_step(shape, axis, picked, zero_po
     {}, {"per_channel": False}, {"reduce_range": False}, {"activation_type": QuantType.QInt8},
     {"quant_format": QuantFormat.QOperator}, {"host": "amx", "tune": "model"}, {"rewrites": False},
     {"extra_options": {"MinimumRealRange": 0.01}}, {"extra_options": {"AddQDQPairToWeight": False}},
-    {"recipe": Recipe(rounding="learned")}, {"recipe": "fast"}, {"recipe": "accurate"},
+    {"recipe": kenosis_ort.Recipe(rounding="learned")}, {"recipe": "fast"}, {"recipe": "accurate"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("net", ["residual_block", "mobile_block", "transformer_block", "net_with_if"])
 def test_files_of_quantize_static(net, options, tmp_path):

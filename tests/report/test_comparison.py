@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import pytest
 from hypothesis import given, strategies as st
-from onnx import numpy_helper
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
@@ -192,8 +191,7 @@ def pair(tmp_path_factory):
 
 def test_sketch_holds_every_node_and_edge_but_no_constants(pair):
     model, _ = pair
-    nodes = sketch_graph(model).nodes
-    constants = {t.name for t in model.graph.initializer}
+    nodes, constants = sketch_graph(model).nodes, {t.name for t in model.graph.initializer}
     read = [[name for name in node.input if name not in constants] for node in model.graph.node]
     found = [(node.name, [*node.inputs], [*node.outputs]) for node in nodes]
     assert found == [(node.name, values, [*node.output]) for node, values in zip(model.graph.node, read, strict=True)]
@@ -228,7 +226,7 @@ def test_weights_have_the_range_that_their_integers_span(tmp_path, options, capt
     grids, profiles = read_grids(model, made), {p.name: p for p in profile_tensors(model, made)}
     for name in (node.input[1] for node in model.graph.node if node.op_type == "Conv"):
         grid, profile = grids[name], profiles[name]
-        integers = numpy_helper.to_array(grid.stored).astype(np.int64)
+        integers = onnx.numpy_helper.to_array(grid.stored).astype(np.int64)
         assert np.abs(integers).max() == largest
         values = integers.reshape(len(integers), -1) * grid.scale[:, None]
         assert (profile.chosen, profile.precision) == ((values.min(), values.max()), caption)

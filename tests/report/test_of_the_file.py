@@ -13,7 +13,6 @@ from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.report.html.page import cards
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import Net
 from tests.planning import parse
 from tests.quantizer.random_nets import nets
 
@@ -35,8 +34,7 @@ FORMS = {
 
 def net(seed):
     """A chain of Conv or of Gemm with weights and biases of any magnitude."""
-    rng = np.random.default_rng(seed)
-    made = Net(seed=seed)
+    rng, made = np.random.default_rng(seed), models.Net(seed=seed)
     count = int(rng.integers(1, 4))
     scale, bias = 10.0 ** rng.choice([-7, -2, 0]), 10.0 ** rng.choice([-3, 0, 37])
     convs = bool(rng.integers(2))

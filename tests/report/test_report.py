@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 import kenosis_ort
-from kenosis_ort import preview
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.journal import PassOutcome
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
@@ -189,7 +187,7 @@ def test_attention_layers_are_told_as_one_block():
     assert report().attention() == ""
     one = report(plan=PlacementPlan("ort-cpu", nodes=(node, softmax)), fusion=None)
     assert one.attention() == "1 attention layer is one operator."
-    nodes = (node, replace(node, node="second"), softmax)
+    nodes = (node, dataclasses.replace(node, node="second"), softmax)
     two = report(plan=PlacementPlan("ort-cpu", nodes=nodes), notes=("x", why), fusion=None)
     told = "2 attention layers are one operator each."
     assert (two.attention(), told in text_of(two)) == (f"{told} {why}", True)
@@ -253,7 +251,7 @@ def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_
 
 def test_a_plan_is_explained_node_by_node():
     model = models.residual_block()
-    plans = (preview(model, nodes_to_exclude=nodes) for nodes in ((), ["conv1"]))
+    plans = (kenosis_ort.preview(model, nodes_to_exclude=nodes) for nodes in ((), ["conv1"]))
     integer, kept = ({e.node: e for e in explain_plan(plan)}["conv1"] for plan in plans)
     assert (kept.kind, kept.rule, kept.is_heavy) == ("float", "caller-excluded", True)
     assert ("nodes_to_exclude" in kept.remedy, integer.remedy) == (True, "")
@@ -265,7 +263,7 @@ def test_a_plan_is_explained_node_by_node():
 def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
     model = planning.parse("""(float[1,3,8,8] x, float[4,4,1,1] fed) => (y) <float[4,3,1,1] w> {
         [conv] c = Conv (x, w) [dynamic] y = Conv (c, fed) }""")
-    missed = {e.node: e for e in explain_plan(preview(model, primary_inputs=["x", "fed"]))}["dynamic"]
+    missed = {e.node: e for e in explain_plan(kenosis_ort.preview(model, primary_inputs=["x", "fed"]))}["dynamic"]
     assert (missed.kind, "not a constant" in missed.reason, "initializer" in missed.remedy) == ("float", True, True)
 
 

@@ -96,8 +96,7 @@ def test_convolutions_of_every_form(groups, per_group, out_per_group, spatial, b
     add=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_matrix_products_of_every_form(op, trans_b, alpha, beta, bias, add, seed):
-    rng = np.random.default_rng(seed)
-    g = Net.over(["N", 3])
+    rng, g = np.random.default_rng(seed), Net.over(["N", 3])
     if op == "Gemm":
         operands = [rng.normal(size=(4, 3) if trans_b else (3, 4)), *([] if bias is None else [rng.normal(size=bias)])]
         y = g.op(op, ["x", *operands], alpha=alpha, beta=beta, transB=int(trans_b))

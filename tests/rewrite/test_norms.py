@@ -7,7 +7,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from hypothesis import assume, given, strategies as st
-from onnx import helper
 
 from kenosis_ort import rewrite
 from kenosis_ort.rewrite import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
@@ -80,7 +79,7 @@ def test_every_layer_norm(lead, sizes, negative, known, scale, shift, magnitude,
     x = normal((*lead, *sizes), seed, magnitude)
     result = check(rewrite.collapse_layer_norm, proto, x, LAYER, rtol=RTOL if PRECISE else 1e-3)
     (node,) = result.proto.graph.node
-    assert helper.get_node_attr_value(node, "axis") == -len(sizes)
+    assert onnx.helper.get_node_attr_value(node, "axis") == -len(sizes)
     assert len(result.proto.graph.initializer) == (2 if shift else 1)
 
 

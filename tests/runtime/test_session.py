@@ -124,8 +124,7 @@ def test_sessions_runs_and_bytes_are_counted_by_stage(model):
 
 
 def test_no_other_module_opens_sessions():
-    folder = Path(kenosis_ort.__file__).parent
-    opens = re.compile(r"\bInferenceSession\(")
+    folder, opens = Path(kenosis_ort.__file__).parent, re.compile(r"\bInferenceSession\(")
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if opens.search(p.read_text("utf-8"))}
     # the limits of the runtime are probed before all else; another process imports nothing of this package
     assert found <= {"runtime/session.py", "runtime/limits.py", "targets/other_process.py"}

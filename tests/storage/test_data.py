@@ -89,8 +89,7 @@ def test_memory_is_bounded_and_the_file_goes():
 
 
 def test_arrays_are_copied():
-    buffer = np.zeros(3)
-    spool = Spool()
+    buffer, spool = np.zeros(3), Spool()
     for i in range(3):
         buffer[:] = i
         spool.append({"x": buffer})

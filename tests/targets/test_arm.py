@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
 from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
@@ -80,7 +79,7 @@ def test_rule_arm_float16_refused(tmp_path):
       r = QuantizeLinear (c, s, z) y = DequantizeLinear (r, s, z) }"""
     model, path = onnx.parser.parse_model(text), tmp_path / "half.onnx"
     for name, array in (("w", np.ones((8, 3, 3, 3), np.int8)), ("s", np.float16(0.1)), ("z", np.int8(0))):
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     onnx.save(model, path)
     code = f"import onnxruntime as o; o.InferenceSession({str(path)!r}, providers=['CPUExecutionProvider'])"
     done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)

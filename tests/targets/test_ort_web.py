@@ -16,7 +16,6 @@ from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import TimedRuntime, get_target, ort_web
-from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import Status
 from tests import models
 from tests.flow.support import run
@@ -48,7 +47,7 @@ def test_rule_web_relu_as_table(activation, tmp_path):
     assert (made.operators.count("LeakyRelu"), activation in made.operators) == (3, False)
     assert all(a.f == 0.0 for n in made.model.graph.node if n.op_type == "LeakyRelu" for a in n.attribute)
     if not ort_web.missing():
-        found = [kernel for kernel in prove(made.path).kernels if kernel.op_type == "LeakyRelu"]
+        found = [kernel for kernel in ort_web.prove(made.path).kernels if kernel.op_type == "LeakyRelu"]
         assert {(kernel.status, "QLinearLeakyRelu" in kernel.kernel) for kernel in found} == {(Status.INTEGER, True)}
     meant = copy_model(made.model)  # computes the same
     for n in meant.graph.node:
@@ -105,7 +104,7 @@ def test_a_clip_stays_where_its_scale_reaches_further(scale, stays):
     pair = "q = QuantizeLinear (p, step, point) y = DequantizeLinear (q, step, point)"
     plan = preview(net_of(f"{front} y = Conv (p, w6_6_3_3)", six=np.float32(6)), target="ort-web")
     model = net_of(f"{front} {pair}", six=np.float32(6), step=np.float32(scale), point=np.uint8(0))
-    spell_relus(model, plan)
+    ort_web.spell_relus(model, plan)
     assert next(n.op_type == "Clip" for n in model.graph.node if n.name == "clip") is stays
 
 
@@ -167,7 +166,7 @@ def test_it_computes_what_stock_does_and_reads_external_data(tmp_path, apart):
 
 @there
 def test_the_proof_names_what_is_float(tmp_path):
-    report = prove(written(chain(), tmp_path, nodes_to_exclude=["b"]).path)
+    report = ort_web.prove(written(chain(), tmp_path, nodes_to_exclude=["b"]).path)
     assert report.runtime == "ONNX Runtime Web"
     found = {k.node: k.status for k in report.kernels if k.op_type == "Conv"}
     assert found == {"a": Status.INTEGER, "b": Status.FLOAT, "c": Status.INTEGER, "last": Status.INTEGER}

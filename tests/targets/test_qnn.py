@@ -258,8 +258,7 @@ def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path):
 def test_types_are_mixed_by_tensor(tmp_path):
     """As `get_qnn_qdq_config` says it: one node in 16 bits, what it reads converted and what others read back."""
     model = models.ALL["conv_relu_chain"]()
-    inner = model.graph.node[2]
-    wide = {"quant_type": QuantType.QUInt16}
+    inner, wide = model.graph.node[2], {"quant_type": QuantType.QUInt16}
     back = {"quant_type": QuantType.QUInt8, "recv_nodes": {model.graph.node[4].name}}
     said = {inner.input[0]: [{"quant_type": QuantType.QUInt8, "convert": {**wide, "recv_nodes": {inner.name}}}]}
     said[inner.output[0]] = [{**wide, "convert": {**back, "recv_nodes": {model.graph.node[3].name}}}]

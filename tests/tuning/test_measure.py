@@ -16,7 +16,6 @@ from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
 from kenosis_ort.targets.profile import KernelCost, Work
 from kenosis_ort.tuning import measure
-from kenosis_ort.tuning.measure import measure_profile
 from tests.flow.support import changed
 from tests.processor import with_flags
 
@@ -38,7 +37,7 @@ def test_the_fit_finds_what_times_were_made_of(seed, values):
 def test_a_few_probes_make_a_whole_profile(monkeypatch):
     probes, told = [probe for probe in TARGET.hooks.probes() if probe.kernels], []
     few = replace(TARGET, hooks=replace(TARGET.hooks, probes=lambda: iter(probes[:4])))
-    found = measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
+    found = measure.measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
     assert told == [(i, 4) for i in range(1, 5)]
     assert (found.name, found.target, found.cpu, found.threads) == ("mine", "ort-cpu", machine().cpu, 1)
     assert found.kernels.keys() == TARGET.profiles[0].kernels.keys()

@@ -6,7 +6,6 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from dataclasses import asdict
 
 import numpy as np
 import onnx
@@ -149,8 +148,7 @@ def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path, capsys):
 
 def _residual_net(*, signed=False, shapes=True):
     g = QdqGraph(act=np.int8 if signed else np.uint8)
-    known = []
-    x = g.act_input((1, 8, 6, 6))
+    known, x = [], g.act_input((1, 8, 6, 6))
     for _ in range(6):
         known += [first := g.op("Relu", g.conv(x, 8, 8)), second := g.conv(g.relu_q(first), 8, 8)]
         known.append(g.op("Relu", g.op("Add", g.q(second), x)))
@@ -242,7 +240,10 @@ reports = st.builds(
 
 @given(reports)
 def test_json_has_every_kernel(report):
-    assert json.loads(json.dumps(report.to_dict())) == {"schema": 1, **json.loads(json.dumps(asdict(report)))}
+    assert json.loads(json.dumps(report.to_dict())) == {
+        "schema": 1,
+        **json.loads(json.dumps(dataclasses.asdict(report))),
+    }
 
 
 @given(reports)

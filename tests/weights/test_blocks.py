@@ -77,8 +77,7 @@ def test_blocks_are_powers_of_two_that_the_matrix_fills(rows, block):
 def test_fitted_steps_are_the_best_for_their_integers(seed, block, rows):
     rng = np.random.default_rng(seed)
     matrix, data = rng.standard_normal((rows, 3)), rng.standard_normal((4 * rows, rows))
-    hessian = data.T @ data / len(data)
-    grid = find_grid(matrix, 4, block, symmetric=False)
+    hessian, grid = data.T @ data / len(data), find_grid(matrix, 4, block, symmetric=False)
     integers = grid.nearest(matrix)
     best = replace(grid, scale=fitted_steps(matrix, integers, hessian, grid))
     assume((best.scale != grid.scale).any(axis=0).all())  # a column keeps its own steps where one were not positive
@@ -98,8 +97,7 @@ ROWS, LARGE = 32, 4
 
 def net(gain=30.0, seed=0, behind="gate"):
     """Two layers behind a normalization, a few of whose channels are large where weights are small."""
-    rng = np.random.default_rng(seed)
-    sizes = np.ones(ROWS)
+    rng, sizes = np.random.default_rng(seed), np.ones(ROWS)
     sizes[rng.choice(ROWS, LARGE, replace=False)] = gain
     up, gate = rng.normal(0, ROWS**-0.5, (2, ROWS, ROWS)) / sizes[:, None]
     arrays = {"gamma": sizes, "beta": np.zeros(ROWS), "up": up, "gate": gate}

@@ -242,8 +242,7 @@ def test_every_edge_leads_to_a_lower_layer(graph):
 @given(graphs())
 def test_no_two_nodes_overlap_and_routes_join_the_nodes_they_belong_to(graph):
     count, edges = graph
-    layout = layout_of(count, edges)
-    rows = defaultdict(list)
+    layout, rows = layout_of(count, edges), defaultdict(list)
     for x, y in layout.centres:
         rows[y].append(x)
         assert 0 <= x - NODE_WIDTH / 2 < x + NODE_WIDTH / 2 <= layout.width
