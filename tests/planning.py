@@ -32,7 +32,7 @@ from kenosis_ort.plan import PlacementOptions, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from kenosis_ort.rewrite import PREPARATION
-from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors
+from kenosis_ort.rewrite.affine import fold_gemm_factors
 from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets import Target

@@ -33,7 +33,7 @@ from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
 from kenosis_ort.graph.view import further_outputs, ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.channel_affine import affine_step
+from kenosis_ort.rewrite.affine import affine_step
 from kenosis_ort.targets.table import DataTypes
 
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})

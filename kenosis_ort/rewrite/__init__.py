@@ -3,12 +3,18 @@
 from typing import Final
 
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
+from kenosis_ort.rewrite.affine import (
+    batch_norm_to_conv,
+    fold_batch_norm,
+    fold_gemm_factors,
+    fold_scale,
+    linear_to_gemm,
+    sum_to_add,
+)
 from kenosis_ort.rewrite.attention import fuse_attention
-from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
 from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm, sum_to_add
 from kenosis_ort.rewrite.norms import (
     collapse_affine_norm,
     collapse_layer_norm,

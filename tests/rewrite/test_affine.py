@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kenosis_ort.rewrite import batch_norm_to_conv, fold_scale, linear_to_gemm
-from kenosis_ort.rewrite.channel_affine import fold_batch_norm
-from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors
+from kenosis_ort.rewrite.affine import fold_batch_norm, fold_gemm_factors
 from tests.models import Net, normal
 from tests.rewrite.forms import check, ops, parse, refused, rewritten
 
