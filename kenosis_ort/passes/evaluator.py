@@ -102,7 +102,7 @@ class Reference:
         self._session: Session | None = None
         self._random: frozenset[str] | None = None
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the outputs.
 
@@ -115,16 +115,23 @@ class Reference:
     def outputs(self, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
         """The outputs by name for each of some feeds; those of the same object are computed once.
 
+        With the first ones it is found out which are random, while the model is open.
+
         Raises:
             CalibrationError: The model fails on a feed.
             VerificationError: The runtime does not load the model.
         """
-        if not feeds:
-            return []
+        known = [outputs for outputs in map(self._run.known, feeds) if outputs is not None]
+        if len(known) == len(feeds):
+            return known
         asked, answers = itertools.tee((feed, self._run.known(feed)) for feed in feeds)
         with self._opened() as session:
-            computed = (session.answer(feed) for feed, known in asked if known is None)
-            return list(blamed(self._run.joined(answers, computed, keep=True)))
+            computed = (session.answer(feed) for feed, outputs in asked if outputs is None)
+            found = list(blamed(self._run.joined(answers, computed, keep=True)))
+            if self._random is None:
+                first, again = found[0], session.answer(feeds[0])
+                self._random = frozenset(name for name in first if not repeats(first[name], again[name]))
+        return found
 
     def stream(self, feeds: Iterable[Feed]) -> Iterator[dict[str, Array]]:
         """Yields the outputs by name for each feed, and keeps none; raises as `outputs`."""
@@ -148,11 +155,8 @@ class Reference:
             CalibrationError: The model fails on the feed.
         """
         if self._random is None:
-            (first,) = self.outputs([feed])
-            names = list(first)
-            again = dict(zip(names, self.run(feed), strict=True))
-            self._random = frozenset(name for name in names if not repeats(first[name], again[name]))
-        return self._random
+            self.outputs([feed])
+        return self._random or frozenset()
 
     @contextmanager
     def _opened(self) -> Iterator[Session]:
