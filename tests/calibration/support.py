@@ -2,39 +2,34 @@
 
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.testing as npt
 import onnx
 from onnxruntime.quantization import CalibrationMethod
-from onnxruntime.quantization.calibrate import TensorsData
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, accumulators, collect, statistics
+from kenosis_ort.calibration import CalibrationConfig, Points, accumulators, collect
 from tests.clients.support import ranges
-from tests.models import Feed, FeedReader
+from tests.models import FeedReader
 from tests.planning import parse
 
 
 class ListReader(FeedReader):
     """A reader with length and range, as CalibStridedMinMax needs."""
 
-    def __init__(self, samples: Sequence[Feed]) -> None:
+    def __init__(self, samples):
         super().__init__(samples)
         self.samples = samples
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.samples)
 
-    def set_range(self, start_index: int, end_index: int) -> None:
+    def set_range(self, start_index, end_index):
         self._it = iter(self.samples[start_index:end_index])
 
 
-def stock(
-    model: onnx.ModelProto, samples: list[Feed], method: str = "MinMax", *, stride: int | None = None, **options: Any
-) -> TensorsData:
+def stock(model, samples, method="MinMax", *, stride=None, **options):
     """Stock's ranges of all float tensors."""
     calls = len(samples) // (stride or len(samples))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -42,9 +37,7 @@ def stock(
         return ranges(model, samples, Path(folder), method=CalibrationMethod[method], calls=calls, **options)
 
 
-def swept(
-    model: onnx.ModelProto, reader: Any, tensors: Sequence[str] | None = None, *, threads: int = 1, **options: Any
-) -> CalibrationTable:
+def swept(model, reader, tensors=None, *, threads=1, **options):
     """The table of some tensors, all by default; options are those of `collect`, of `Points`, or of its settings."""
     of_call = {k: options.pop(k) for k in ("part", "progress") if k in options}
     names = ("channels", "keep", "seen_as", "custom_op_libraries")
@@ -54,10 +47,7 @@ def swept(
     return collect(model, reader, points, **of_call)
 
 
-def same_as_stock(
-    model: onnx.ModelProto, samples: list[Feed], method: str = "MinMax", *, stride: int | None = None,
-    threads: int = 1, error: float = 0.0, bit_exact: bool = True, **options: Any,
-) -> None:  # fmt: skip
+def same_as_stock(model, samples, method="MinMax", *, stride=None, threads=1, error=0.0, bit_exact=True, **options):
     """Ranges have stock's types and shapes, and its values but for an error, given as a share of the largest one."""
     theirs = stock(model, samples, method, stride=stride, **options)
     config = CalibrationConfig(method, strided=stride, bit_exact=bit_exact, **options)
@@ -71,7 +61,7 @@ def same_as_stock(
             npt.assert_allclose(b, a, rtol=0, atol=most, err_msg=name)
 
 
-def histogram_of(*parts: np.ndarray[Any, Any]) -> statistics.Histogram:
+def histogram_of(*parts):
     """The histogram of all elements, added part by part."""
     builder = accumulators.HistogramBuilder()
     for part in parts:
@@ -80,9 +70,7 @@ def histogram_of(*parts: np.ndarray[Any, Any]) -> statistics.Histogram:
     return builder.finish()
 
 
-def one_node_model(
-    op: str = "Identity", shape: Sequence[int | str] = ("N", "M"), *, element: str = "float", annotate: bool = True
-) -> onnx.ModelProto:
+def one_node_model(op="Identity", shape=("N", "M"), *, element="float", annotate=True):
     """``x -> op -> y -> Neg -> z``."""
     text = f"({element}[{','.join(map(str, shape))}] x) => ({element} z) {{ y = {op} (x)  z = Neg (y) }}"
     model = parse(text, checked=False)
@@ -90,12 +78,12 @@ def one_node_model(
     return onnx.shape_inference.infer_shapes(model) if annotate else model
 
 
-def node_outputs(model: onnx.ModelProto) -> list[str]:
+def node_outputs(model):
     """All values that the main graph's nodes compute, and its inputs."""
     return [v.name for v in model.graph.input] + [name for node in model.graph.node for name in node.output if name]
 
 
-def random_feeds(count: int, shape: Sequence[int] = (3, 5), *, seed: int = 0, name: str = "x") -> list[Feed]:
+def random_feeds(count, shape=(3, 5), *, seed=0, name="x"):
     """Feeds of one input whose magnitude grows from sample to sample."""
     rng = np.random.default_rng(seed)
     return [{name: (rng.standard_normal(shape) * (i + 1)).astype(np.float32)} for i in range(count)]

@@ -133,8 +133,7 @@ FIRST = f"""first (int64[B,T] input_ids, float[B,S,1] encoder_hidden_states, int
     masks = Unsqueeze (masked, last)  present_0_encoder_key = Mul (encoder_hidden_states, masks) }}"""
 WITH_PAST = f"""with_past (int64[B,1] input_ids, int64[B,S] encoder_attention_mask,
     float[B,P,1] past_key_values_0_decoder_key, float[B,S,1] past_key_values_0_encoder_key)
-    => (float[B,1,9] logits, float[B,Q,1] present_0_decoder_key)
-    <{_CONSTANTS}> {{ {_SCORES}
+    => (float[B,1,9] logits, float[B,Q,1] present_0_decoder_key)  <{_CONSTANTS}> {{ {_SCORES}
     present_0_decoder_key = Concat <axis = 1> (past_key_values_0_decoder_key, wide) }}"""
 
 
@@ -201,8 +200,7 @@ def test_both_branches_of_a_merged_decoder():
 
 
 DECODER = f"""decoder (int64[B,T] input_ids, int64[B,M] attention_mask, int64[B,T] position_ids, float[B,P,1] past_0)
-    => (float[B,T,9] logits, float[B,Q,1] present_0)
-    <{_CONSTANTS}> {{ {_SCORES}
+    => (float[B,T,9] logits, float[B,Q,1] present_0)  <{_CONSTANTS}> {{ {_SCORES}
     present_0 = Concat <axis = 1> (past_0, wide) }}"""
 
 

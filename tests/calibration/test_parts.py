@@ -142,11 +142,10 @@ CONSTANTS = {"head": [2], "sizes": [9, 7], "pads": [0, 0, 1, 1, 0, 0, 1, 1], "ze
 def net_of_cut_constants(*, fold):
     """Resize by computed sizes, a Pad and a TopK whose amounts come from Constant nodes far in front of them."""
     model = parse(
-        """g (float[n,2,4,5] x) => (float[n,2,o,q] y) {
-        twice = Mul (k, head)  shape = Shape (x)  batch = Slice (shape, zero, two)
-        wanted = Concat <axis = 0> (batch, sizes)  a = Relu (x)  b = Resize (a, , empty, wanted)  c = Pad (b, pads)
-        mean = ReduceMean <keepdims = 0> (c)  d = Sub (c, mean)  e, index = TopK (d, twice)
-        y = GatherElements <axis = 3> (d, index) }""",
+        """g (float[n,2,4,5] x) => (float[n,2,o,q] y) {  twice = Mul (k, head)  shape = Shape (x)
+        batch = Slice (shape, zero, two)  wanted = Concat <axis = 0> (batch, sizes)  a = Relu (x)
+        b = Resize (a, , empty, wanted)  c = Pad (b, pads)  mean = ReduceMean <keepdims = 0> (c)  d = Sub (c, mean)
+        e, index = TopK (d, twice)  y = GatherElements <axis = 3> (d, index) }""",
         {**{name: np.array(numbers) for name, numbers in CONSTANTS.items()}, "empty": np.array([], np.float32)},
     )
     if not fold:

@@ -3,9 +3,7 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -26,16 +24,16 @@ class Printed(NamedTuple):
     err: str
 
     @property
-    def line(self) -> str:
+    def line(self):
         """The output without line breaks."""
         return " ".join(self.out.split())
 
     @property
-    def data(self) -> Any:
+    def data(self):
         """The output read as JSON."""
         return json.loads(self.out)
 
-    def lacks(self, *expected: str) -> list[str]:
+    def lacks(self, *expected):
         """Which of these the output does not hold, line breaks aside."""
         return [text for text in expected if text not in self.line]
 
@@ -43,11 +41,11 @@ class Printed(NamedTuple):
 class Shell:
     """Runs commands in the current folder, which holds ``float.onnx``, ``int8.onnx`` and ``samples.npz``."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, folder, capsys):
         self.folder = folder
         self._capsys = capsys
 
-    def __call__(self, line: str, *words: object, code: int = 0) -> Printed:
+    def __call__(self, line, *words, code=0):
         self._capsys.readouterr()
         try:
             found = main([*shlex.split(line), *map(str, words)])
@@ -57,11 +55,11 @@ class Shell:
         assert found == code, printed
         return printed
 
-    def quantize(self, line: str = "", *words: object, model: object = "float.onnx", code: int = 0) -> Printed:
+    def quantize(self, line="", *words, model="float.onnx", code=0):
         """Quantizes to ``out.onnx`` without passes."""
         return self(f"quantize {model} out.onnx --data samples.npz {PLAIN} {line}", *words, code=code)
 
-    def complaint(self, line: str, *words: object, code: int = 2) -> str:
+    def complaint(self, line, *words, code=2):
         """The one line on stderr of a command that fails; no file is made or changed."""
         before = self.files()
         printed = self(line, *words, code=code)
@@ -71,19 +69,19 @@ class Shell:
         assert self.files() == before
         return printed.err
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         """Content of the folder's files by name."""
         return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture(scope="session")
-def trained_model() -> Iterator[Path]:
+def trained_model():
     with model_path() as path:
         yield path
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """The files of `shell`, made once."""
     folder = tmp_path_factory.mktemp("made")
     onnx.save(models.narrow_digits(), folder / "float.onnx")
@@ -94,7 +92,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shell(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+def shell(made, tmp_path, monkeypatch, capsys):
     for path in made.iterdir():
         shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -102,11 +100,11 @@ def shell(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.fixture(scope="session")
-def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept_models(tmp_path_factory):
     """The folder in which the demonstration keeps its models."""
     return tmp_path_factory.mktemp("demo") / "kept"
 
 
 @pytest.fixture(scope="session")
-def demonstration(kept_models: Path) -> measurements.Demonstration:
+def demonstration(kept_models):
     return measurements.demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)

@@ -2,25 +2,19 @@
 
 import contextlib
 import io
-from pathlib import Path
-from typing import Any
 
 import onnx
 from onnxruntime.quantization import QuantType
-from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData, create_calibrator as stocks
+from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator as stocks
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import Feed, FeedReader
+from tests.models import FeedReader
 
 
-def ranges(
-    model: onnx.ModelProto, feeds: list[Feed], folder: Path, *, create: Any = stocks,
-    method: CalibrationMethod = CalibrationMethod.MinMax, op_types: list[str] | None = None, calls: int = 1,
-    **options: Any,
-) -> TensorsData:  # fmt: skip
+def ranges(model, feeds, folder, *, create=stocks, method=CalibrationMethod.MinMax, op_types=None, calls=1, **options):
     """Returns a calibrator's ranges from feeds given over some number of calls."""
     path = folder / "to_calibrate.onnx"
     onnx.save(model, path)
@@ -32,13 +26,13 @@ def ranges(
         return calibrator.compute_data()
 
 
-def calibrated(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[onnx.ModelProto, list[Feed], TensorsData]:
+def calibrated(model, folder, **options):
     """Returns a model with feeds for it and their ranges."""
     feeds = models.feeds(model)
     return model, feeds, ranges(model, feeds, folder, **options)
 
 
-def build(kind: Any, model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:
+def build(kind, model, tensors_range, **changes):
     """Returns a quantizer, by keywords as clients build it, after `quantize_model`."""
     usual = {
         "weight_qType": QuantType.QInt8, "activation_qType": QuantType.QUInt8, "per_channel": True,
@@ -51,7 +45,7 @@ def build(kind: Any, model: onnx.ModelProto, tensors_range: TensorsData | None, 
     return quantizer
 
 
-def worst_db(model: onnx.ModelProto, quantized: onnx.ModelProto | Path, feeds: list[Feed]) -> float:
+def worst_db(model, quantized, feeds):
     """Returns the lowest SQNR of any output on any feed."""
     pairs = zip(run(model, feeds), run(quantized, feeds), strict=True)
     return min(sqnr_db(w, g) for want, got in pairs for w, g in zip(want, got, strict=True))

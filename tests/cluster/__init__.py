@@ -1,7 +1,6 @@
 """Tests on a real cluster: worker processes of this machine, which all modules of the folder share."""
 
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ ON_A_CLUSTER = [
 
 
 @contextmanager
-def in_threads(workers: int) -> Any:
+def in_threads(workers):
     """A client of some workers in threads of this process, which start at once."""
     from distributed import Client, LocalCluster
 

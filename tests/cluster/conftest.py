@@ -1,13 +1,12 @@
 """The cluster that the tests share: two worker processes, which a nanny starts again when they die."""
 
 import multiprocessing
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="package")
-def processes() -> Any:
+def processes():
     """A cluster of two worker processes, forked from one that has imported everything: many are killed."""
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -28,7 +27,7 @@ def processes() -> Any:
 
 
 @pytest.fixture
-def client(processes: Any) -> Any:
+def client(processes):
     """A client of it, with both workers there."""
     import distributed
 

@@ -3,8 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +14,7 @@ SHARDS = 6
 EACH = 3
 
 
-def feeds(number: int) -> list[dict[str, Any]]:
+def feeds(number):
     """Three samples that depend on the number; later shards have larger values."""
     return [{k: v * (1 + number) for k, v in f.items()} for f in models.feeds(MODEL, EACH, seed=number)]
 
@@ -24,7 +22,7 @@ def feeds(number: int) -> list[dict[str, Any]]:
 ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
 
 
-def deadly(folder: Path, which: int, number: int, *, always: bool = False) -> Any:
+def deadly(folder, which, number, *, always=False):
     """Makes shards; the worker that opens one of them dies on the spot.
 
     Args:
@@ -41,13 +39,13 @@ def deadly(folder: Path, which: int, number: int, *, always: bool = False) -> An
         yield feed
 
 
-def slow(number: int) -> Any:
+def slow(number):
     """Makes a shard that takes a while."""
     time.sleep(0.3)
     return feeds(number)
 
 
-def bad(number: int) -> Any:
+def bad(number):
     """Makes shards; number 2 has a NaN in its last sample, after others were counted."""
     made = feeds(number)
     if number == 2:
@@ -55,19 +53,19 @@ def bad(number: int) -> Any:
     return made
 
 
-def huge(number: int) -> Any:
+def huge(number):
     """Makes shards by numbers that overflow."""
     return [{k: np.clip(v * np.float32(10) * np.float32(3e38), -1, 1) for k, v in f.items()} for f in feeds(number)]
 
 
-def broken(number: int) -> Any:
+def broken(number):
     """Makes shards; number 1 cannot be read."""
     if number == 1:
         raise OSError("the disk is gone")
     return feeds(number)
 
 
-def squared_though_killed(piece: tuple[Path, int]) -> tuple[int, np.ndarray[Any, Any]]:
+def squared_though_killed(piece):
     """Squares a number; the first two workers that are given 3 die on the spot."""
     folder, number = piece
     for mark in (folder / "first", folder / "second"):
@@ -77,30 +75,30 @@ def squared_though_killed(piece: tuple[Path, int]) -> tuple[int, np.ndarray[Any,
     return number, np.full(3000, number**2)
 
 
-def always_killed(piece: int) -> int:
+def always_killed(piece):
     """Dies of its piece, where that is 1."""
     if piece == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return piece
 
 
-def refused(piece: int) -> int:
+def refused(piece):
     """Refuses 2."""
     if piece == 2:
         raise CalibrationError("two is too many", where="piece", fix="take one")
     return piece
 
 
-def broken_work(_: int) -> int:
+def broken_work(_):
     """Has a defect."""
     raise TypeError("a defect")
 
 
-def wide(number: int) -> Any:
+def wide(number):
     """Makes a shard of 16 MB."""
     return ({"x": np.full((1, 4, 1024, 1024), number + 20 * at, np.uint8)} for at in range(4))
 
 
-def much(number: int) -> np.ndarray[Any, Any]:
+def much(number):
     """Returns 16 MB."""
     return np.full(2**21, float(number))

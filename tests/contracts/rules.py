@@ -4,22 +4,17 @@ Values declared in ``<...>`` are constants: those of `KNOWN` hold these numbers,
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final
 
 import numpy as np
 import onnx
 
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
-from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import planning
 from tests.graph.build import ready
 
-RULES: Final[Mapping[str, Rewrite]] = {
-    rule.__name__: rule for forms in (PREPARATION, FLOAT_FORMS, INTEGER_FORMS, OWN_FORMS) for rule in forms
-}
-KNOWN: Final[Mapping[str, Any]] = {
+RULES = {rule.__name__: rule for forms in (PREPARATION, FLOAT_FORMS, INTEGER_FORMS, OWN_FORMS) for rule in forms}
+KNOWN = {
     "zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "small": 1e-3,
     "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "huge": 1e38, "yes": True,
     "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6], "cut": [0, 4, 8, 6, 6], "flat": [0, 32, 6, 6],
@@ -38,7 +33,7 @@ _SKIP_NORM = "com.microsoft.SkipLayerNormalization(x, z, g)"
 _POOL = "(float[n,3,h,k] x) => (float y) { y = AveragePool"
 _STEM = "=> (float y) <float[4,3,3,3] w> { y = Conv"
 
-EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
+EXAMPLES = {
     "drop_identity": ("Relu Relu",
      "(float[2,3] x) => (float y) { a = Relu(x) b = Identity(a) c = Dropout(b) y = Relu(c) }"),
     "fold_constants": ("MatMul",
@@ -103,18 +98,16 @@ EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 """For each rule the operators of the result, and the net."""
 
-OPSETS: Final[Mapping[str, int]] = {"collapse_gelu": 20, "fuse_attention": 23, "inline_branch": 13}
+OPSETS = {"collapse_gelu": 20, "fuse_attention": 23, "inline_branch": 13}
 """Operator sets of examples other than 17."""
 
-NAMED: Final = frozenset(rule.__name__ for forms in (INTEGER_FORMS, OWN_FORMS) for rule in forms)
+NAMED = frozenset(rule.__name__ for forms in (INTEGER_FORMS, OWN_FORMS) for rule in forms)
 """Rules that are given the names of the nodes that may change."""
 
-ANY_TYPE: Final = frozenset(
-    {"drop_identity", "fold_constants", "inline_branch", "fold_batch_norm", "cancel_transposes"}
-)
+ANY_TYPE = frozenset({"drop_identity", "fold_constants", "inline_branch", "fold_batch_norm", "cancel_transposes"})
 """Rules that change nets of any floating type."""
 
-NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
+NEAR_MISSES = (
     ("cancel_transposes", "m = ReduceMean<axes = [1,2]>(a)", "m = Split<axis = 3>(a)", ""),
     ("cancel_transposes", "m = ReduceMean<axes = [1,2]>(a)", "m = LpNormalization<axis = 3>(a)", ""),
     ("cancel_transposes", "(float y)", "(float y, float t, float m)", ""),
@@ -238,7 +231,7 @@ Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Rel
 
 _POOLED = "(float[1,3,6,6] x) => (float y) <int64[8] edges> { r = Relu(x) p = Pad(r, edges) y = MaxPool"
 
-OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
+OTHER_NETS = (
     ("cancel_transposes", """(float[1,4,5,6] x) => (float y) { t = Transpose<perm = [0,2,3,1]>(x) r = Relu(t)
         y = Transpose<perm = [0,2,3,1]>(r) }""", ""),
     ("fold_padding", f"{_POOLED}<kernel_shape = [1,1]>(p) }}", "padding alone"),
@@ -292,7 +285,7 @@ OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
 """Rule, another net that it leaves as it is, and the reason as in `NEAR_MISSES`."""
 
 
-KERNELS: Final[Mapping[str, tuple[str, str]]] = {
+KERNELS = {
     "average_pool_to_conv": ("QLinearConv QLinearConv QLinearConv",
      "m = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c)"),
     "batch_norm_to_conv": ("QLinearConv QLinearConv QLinearConv",
@@ -325,7 +318,7 @@ The net is a text, or what stands between two Convs, from ``c`` to ``m``.
 """
 
 
-def net(text: str, opset: int = 17) -> onnx.ModelProto:
+def net(text, opset=17):
     """Returns the model of a text, vectors positive."""
     declared = r"\b(?:float|int64|bool)(?:\[[\d,]*\])? "
     known = {
@@ -344,7 +337,7 @@ def net(text: str, opset: int = 17) -> onnx.ModelProto:
     return model
 
 
-def between_convs(middle: str) -> str:
+def between_convs(middle):
     """Returns the text of a net of two Convs and what stands between them, from ``c`` to ``m``."""
     sizes = {**dict.fromkeys("wuv", "16,16,1,1"), **dict.fromkeys("beghij", "16"), **dict.fromkeys("kt", "16,1,1")}
     nodes = f"c = Conv(x, w, b) {middle} y = Conv(m, u, e)"
@@ -354,12 +347,12 @@ def between_convs(middle: str) -> str:
     return f"(float[n,16,6,6] x) => (float[n,16,r,s] y) <{held}> {{ {nodes} }}"
 
 
-def prepared(model: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:
+def prepared(model, opset=13):
     """Returns a model as a rewrite gets it: named nodes, constants as initializers, shapes inferred."""
     return ready(model, min_opset=max(opset, 13)).proto
 
 
-def example(rule: str, old: str = "", new: str = "", *, opset: int = 0) -> onnx.ModelProto:
+def example(rule, old="", new="", *, opset=0):
     """Returns the example of a rule, prepared, with part of its text replaced."""
     text = EXAMPLES[rule][1]
     assert old in text, f"'{old}' is not in the example of {rule}"

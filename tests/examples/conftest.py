@@ -2,9 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def load_example() -> Iterator[Callable[[str], ModuleType]]:
+def load_example():
     """Loads ``examples/<name>.py``, which finds its siblings: the folder goes before installed packages."""
     sys.path.insert(0, str(ROOT / "examples"))  # as Python does for a script
     yield importlib.import_module

@@ -7,11 +7,11 @@ from tests.models import Net
 from tests.planning import parse
 
 
-def layer(net: Net, x: str, channels: int, out: int) -> str:
+def layer(net, x, channels, out):
     return net.op("Relu", [net.op("Conv", [x, net.weight((out, channels, 3, 3)), np.zeros(out)], pads=[1] * 4)])
 
 
-def two_rates(*, stored: bool = False, outside: bool = False, nested: bool = False) -> onnx.ModelProto:
+def two_rates(*, stored=False, outside=False, nested=False):
     """An If on a sample rate with a whole net in both branches, as in voice activity detectors.
 
     Args:
@@ -38,7 +38,7 @@ def two_rates(*, stored: bool = False, outside: bool = False, nested: bool = Fal
     return main.model(ir_version=8)
 
 
-def inner_if(part: Net, x: str) -> str:
+def inner_if(part, x):
     """An If that takes its first branch where the mean is positive."""
     made = []
     for tag in ("inner", "other"):
@@ -49,7 +49,7 @@ def inner_if(part: Net, x: str) -> str:
     return part.op("If", [condition], then_branch=made[0], else_branch=made[1])
 
 
-def loop(steps: int | None = None) -> onnx.ModelProto:
+def loop(steps=None):
     """A Loop around MatMuls whose state grows with the iterations; its weights are outside.
 
     Args:
@@ -65,12 +65,11 @@ def loop(steps: int | None = None) -> onnx.ModelProto:
     return parse(text, ir_version=8)
 
 
-def scan() -> onnx.ModelProto:
+def scan():
     """A Scan over the rows of a matrix, backwards, with a recurrent layer."""
     text = """net (float[1,6,24] x) => (float[1,24] last, float[T,1,24] each)
         <float[24,24] u, float[24,24] v, float[1,24] first> {
         last, each = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
-            body = step (float[1,24] h, float[1,24] row) => (float[1,24] new, float[1,24] out) {
-            a = MatMul (h, u)  b = MatMul (row, v)  c = Add (a, b)  new = Tanh (c)  out = Identity (new) }>
-            (first, x) }"""
+        body = step (float[1,24] h, float[1,24] row) => (float[1,24] new, float[1,24] out) {  a = MatMul (h, u)
+        b = MatMul (row, v)  c = Add (a, b)  new = Tanh (c)  out = Identity (new) }>  (first, x) }"""
     return parse(text, ir_version=8)

@@ -1,10 +1,8 @@
 """What the end-to-end tests share: sessions, quality, and what a quantized file holds."""
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,11 +20,11 @@ QDQ = ("QuantizeLinear", "DequantizeLinear")
 class Untouched:
     """A reader that must not be asked."""
 
-    def get_next(self) -> models.Feed | None:
+    def get_next(self):
         raise AssertionError("data was read")
 
 
-def quantized(model: Model, out: Path, feeds: list[models.Feed] | None = None, **options: Any) -> QuantizationReport:
+def quantized(model, out, feeds=None, **options):
     """Quantizes with the given feeds, or the model's own random ones; the core alone unless the options say more."""
     options = {"recipe": "plain", "promise": False, "tune": "off", **options}
     if feeds is None:
@@ -34,25 +32,25 @@ def quantized(model: Model, out: Path, feeds: list[models.Feed] | None = None, *
     return quantize_static(model, out, models.FeedReader(feeds), **options)
 
 
-def run(model: Model, feeds: list[models.Feed]) -> list[list[models.Array]]:
+def run(model, feeds):
     """Returns the outputs for each feed."""
     opened = models.session(model)
     return [opened.run(None, feed) for feed in feeds]
 
 
-def interface(model: Model) -> list[tuple[str, str, list[object]]]:
+def interface(model):
     opened = models.session(model)
     return [(v.name, v.type, v.shape) for v in (*opened.get_inputs(), *opened.get_outputs())]
 
 
-def sqnr_db(want: Any, got: Any) -> float:
+def sqnr_db(want, got):
     """Returns signal power over error power in dB."""
     a, b = np.asarray(want, np.float64), np.asarray(got, np.float64)
     noise = float(((a - b) ** 2).sum())
     return float("inf") if noise == 0 else float(10 * np.log10((a * a).sum() / noise))
 
 
-def quality(model: Model, out: Path, feeds: list[models.Feed], output: int = 0) -> float:
+def quality(model, out, feeds, output=0):
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
     return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
@@ -68,19 +66,19 @@ class Made:
     report: QuantizationReport
 
     @cached_property
-    def written(self) -> onnx.ModelProto:
+    def written(self):
         return onnx.load(self.out)
 
     @cached_property
-    def ops(self) -> list[str]:
+    def ops(self):
         return [node.op_type for node in self.written.graph.node]
 
     @cached_property
-    def held(self) -> dict[str, models.Array]:
+    def held(self):
         return initializers(self.out)
 
     @cached_property
-    def grids(self) -> dict[str, tuple[models.Array, models.Array]]:
+    def grids(self):
         """Scale and zero point by value, by its own name where the quantizer renamed it in front of Q."""
         endings = ("_barrier", "_QuantizeLinear_Input")
         found = {n.input[0]: n.input[1:] for n in self.written.graph.node if n.op_type == "QuantizeLinear"}
@@ -88,28 +86,28 @@ class Made:
         return {name: (self.held[found[n][0]], self.held[found[n][1]]) for n, name in names.items()}
 
     @cached_property
-    def heavy(self) -> dict[str, bool]:
+    def heavy(self):
         """Whether each Conv, Gemm and MatMul runs on an integer kernel."""
         return {k.node: k.integer for k in proof(self.report).kernels if k.op_type in HEAVY_OPS}
 
     @cached_property
-    def integer(self) -> set[str]:
+    def integer(self):
         """Nodes that run on integer kernels in the file."""
         return {kernel.node for kernel in verify_fusion(self.out).kernels if kernel.integer}
 
-    def db(self, feeds: list[models.Feed] | None = None) -> float:
+    def db(self, feeds=None):
         """SQNR of the worst output, on the samples or on others."""
         return min(quality(self.model, self.out, feeds or self.feeds, i) for i in range(len(self.model.graph.output)))
 
 
-def make(model: onnx.ModelProto, out: Path, feeds: list[models.Feed] | None = None, **options: Any) -> Made:
+def make(model, out, feeds=None, **options):
     """Quantizes, see `quantized`; a folder gets ``out.onnx``."""
     out = out / "out.onnx" if out.is_dir() else out
     feeds = models.feeds(model) if feeds is None else feeds
     return Made(model, feeds, out, quantized(model, out, feeds, **options))
 
 
-def good(model: onnx.ModelProto, out: Path, feeds: Any = None, *, least: float = 30, **options: Any) -> Made:
+def good(model, out, feeds=None, *, least=30, **options):
     """Quantizes, and checks what holds of every good file: it is close, runs as planned, and nobody is warned."""
     made = make(model, out, feeds, **options)
     assert made.db() > least
@@ -123,7 +121,7 @@ def good(model: onnx.ModelProto, out: Path, feeds: Any = None, *, least: float =
     return made
 
 
-def changed(model: onnx.ModelProto, **how: Any) -> onnx.ModelProto:
+def changed(model, **how):
     """A copy of a model whose constants of these names are others: by a function of it, or by factors."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -135,25 +133,25 @@ def changed(model: onnx.ModelProto, **how: Any) -> onnx.ModelProto:
     return copy
 
 
-def proof(report: QuantizationReport) -> FusionReport:
+def proof(report):
     """Returns the fusion report of a verified quantization."""
     assert isinstance(report.fusion, FusionReport)
     return report.fusion
 
 
-def initializers(out: Path) -> dict[str, models.Array]:
+def initializers(out):
     return {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
 
 
-def pairs(out: Path) -> set[str]:
+def pairs(out):
     """Returns the names of the values that QuantizeLinear reads."""
     return {n.input[0] for n in onnx.load(out).graph.node if n.op_type == "QuantizeLinear"}
 
 
-def own_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+def own_warnings(caught):
     return [str(w.message) for w in caught if issubclass(w.category, KenosisWarning)]
 
 
-def chosen(report: QuantizationReport) -> dict[str, tuple[Any, str]]:
+def chosen(report):
     """Returns the options as plain (value, source) pairs."""
     return {name: (choice.value, choice.source) for name, choice in report.options.items()}

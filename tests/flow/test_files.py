@@ -182,10 +182,9 @@ def concat(count):
 
 
 BLOCK = """
-    q{0} = MatMul ({1}, w)  k{0} = MatMul ({1}, w)  v{0} = MatMul ({1}, w)
-    qh{0} = Reshape (q{0}, heads)  kh{0} = Reshape (k{0}, heads)  vh{0} = Reshape (v{0}, heads)
-    qt{0} = Transpose <perm = [0,2,1,3]> (qh{0})  kt{0} = Transpose <perm = [0,2,3,1]> (kh{0})
-    vt{0} = Transpose <perm = [0,2,1,3]> (vh{0})
+    q{0} = MatMul ({1}, w)  k{0} = MatMul ({1}, w)  v{0} = MatMul ({1}, w)  qh{0} = Reshape (q{0}, heads)
+    kh{0} = Reshape (k{0}, heads)  vh{0} = Reshape (v{0}, heads)  qt{0} = Transpose <perm = [0,2,1,3]> (qh{0})
+    kt{0} = Transpose <perm = [0,2,3,1]> (kh{0})  vt{0} = Transpose <perm = [0,2,1,3]> (vh{0})
     p{0} = MatMul (qt{0}, kt{0})  s{0} = Softmax <axis = -1> (p{0})  m{0} = MatMul (s{0}, vt{0})
     t{0} = Transpose <perm = [0,2,1,3]> (m{0})  f{0} = Reshape (t{0}, wide)  o{0} = MatMul (f{0}, w)
     a{0} = Add (o{0}, {1})  r{0} = Relu (a{0})"""

@@ -32,8 +32,7 @@ DECODER = f"""decoder (int64[B,T] input_ids, float[B,2,P,8] past_0_key, float[B,
     {ATTEND.format(k="present_0_key", v="present_0_value")} }}"""
 FIRST = f"""first (int64[B,T] input_ids)
     => (float[B,T,12] logits, float[B,2,Q,8] present_0_key, float[B,2,Q,8] present_0_value) <{WEIGHTS}> {{ {LAYER}
-    {ATTEND.format(k="k", v="v")}
-    present_0_key = Identity (k)  present_0_value = Identity (v) }}"""
+    {ATTEND.format(k="k", v="v")}  present_0_key = Identity (k)  present_0_value = Identity (v) }}"""
 CACHE = ("past_0_key", "present_0_key"), ("past_0_value", "present_0_value")
 
 
@@ -156,10 +155,9 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path):
         float[B,2,S,8] past_0_encoder_value)
         => (float[B,T,12] logits, float[B,2,Q,8] present_0_key) <{WEIGHTS}> {{ {LAYER}
         present_0_key = If (use_cache_branch) <
-            then_branch = more () => (float[B,2,Q,8] grown) {{ grown = Concat <axis = 2> (past_0_key, k) }},
-            else_branch = first () => (float[B,2,Q,8] begun) {{ begun = Identity (k) }}>
-        memory = ReduceMean <axes = [2], keepdims = 1> (past_0_encoder_value)
-        seen = Add (v, memory)
+        then_branch = more () => (float[B,2,Q,8] grown) {{ grown = Concat <axis = 2> (past_0_key, k) }},
+        else_branch = first () => (float[B,2,Q,8] begun) {{ begun = Identity (k) }}>
+        memory = ReduceMean <axes = [2], keepdims = 1> (past_0_encoder_value)  seen = Add (v, memory)
         {ATTEND.format(k="k", v="seen")} }}"""
     feeds = [{"input_ids": np.array([[token]]), "use_cache_branch": np.array([token > 1])} for token in range(12)]
     for seed, feed in enumerate(feeds):
@@ -179,8 +177,7 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path):
 def test_the_runtime_loads_what_moves_a_cache_about(opset):
     """Keys that are repeated for groups are behind an Unsqueeze, through which the session's optimizer moves DQ."""
     text = """net (float[1,2,P,8] past, float[1,2,T,8] k, float[1,2,T,8] q)
-        => (float[1,2,Q,8] present, float[1,2,2,T,Q] y)
-        <int64[1] groups = {2}, int64[5] repeats = {1, 1, 2, 1, 1}> {
+        => (float[1,2,Q,8] present, float[1,2,2,T,Q] y)  <int64[1] groups = {2}, int64[5] repeats = {1, 1, 2, 1, 1}> {
         present = Concat <axis = 2> (past, k)  lifted = Unsqueeze (present, groups)  wide = Expand (lifted, repeats)
         turned = Transpose <perm = [0, 1, 2, 4, 3]> (wide)  queries = Unsqueeze (q, groups)
         y = MatMul (queries, turned) }"""

@@ -131,11 +131,9 @@ def test_another_model_is_timed_anew(tmp_path, monkeypatch):
 # ---- which lengths a model is timed at ------------------------------------------------------------------------
 
 DECODER = """net (int64[B,T] input_ids, int64[B,M] attention_mask, float[B,2,P,4] past) => (float[B,T,32] y)
-    <float[50,32] table, float[32,32] w> {
-    x = Gather (table, input_ids)  wide = MatMul (x, w)  y = Relu (wide) }"""
+    <float[50,32] table, float[32,32] w> {  x = Gather (table, input_ids)  wide = MatMul (x, w)  y = Relu (wide) }"""
 MASKED = """net (int64[B,T] ids, int64[B,T] mask) => (float[B,T,32] y) <float[50,32] table, float[32,32] w,
-    int64[1] last = {-1}> {
-    x = Gather (table, ids)  numbers = Cast <to = 1> (mask)  wide = Unsqueeze (numbers, last)
+    int64[1] last = {-1}> {  x = Gather (table, ids)  numbers = Cast <to = 1> (mask)  wide = Unsqueeze (numbers, last)
     seen = Mul (x, wide)  y = MatMul (seen, w) }"""
 FIXED = """net (int64[B,T] ids) => (float[B,4,8] y) <float[50,8] t, int64[3] s = {0, 4, 8}> {
     x = Gather (t, ids)\n y = Reshape (x, s) }"""

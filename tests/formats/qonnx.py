@@ -1,12 +1,8 @@
 """Nets of QONNX for tests, and an executor of its operators in numpy that is independent of the package's reader."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -19,7 +15,7 @@ DOMAIN = "qonnx.custom_op.general"
 X86 = DataTypes(single_reader=(TensorProto.INT8,), largest_pair=2**15 - 1)  # what ONNX Runtime's kernels take there
 
 
-def ends(bits: float, signed: int, narrow: int) -> tuple[float, float]:
+def ends(bits, signed, narrow):
     """Equations 2 and 3 of the paper, with narrow ranges."""
     if signed:
         return -(2.0 ** (bits - 1)) + narrow, 2.0 ** (bits - 1) - 1
@@ -53,7 +49,7 @@ class Trunc(OpRun):
         return (((ROUNDING[rounding_mode](whole) - zero_point) * scale).astype(np.float32),)
 
 
-def execute(model: onnx.ModelProto, feed: Mapping[str, Any]) -> list[Any]:
+def execute(model, feed):
     """Runs a model node by node in numpy."""
     return ReferenceEvaluator(model, new_ops=[Quant, BipolarQuant, Trunc]).run(None, dict(feed))
 
@@ -67,19 +63,19 @@ class Net(models.Net):
         opset: Version of the ONNX operator set.
     """
 
-    def __init__(self, shape: Sequence[int] = (2, 3, 6, 6), domain: str = DOMAIN, opset: int = 17) -> None:
+    def __init__(self, shape=(2, 3, 6, 6), domain=DOMAIN, opset=17):
         super().__init__(opset=opset)
         self.domain = domain
         self.input("x", shape)
 
-    def quant(self, x: Any, scale: Any, zero_point: Any = 0.0, bits: Any = 4, **given: Any) -> str:
+    def quant(self, x, scale, zero_point=0.0, bits=4, **given):
         """Adds a Quant; its parameters and a constant ``x`` become float32."""
         operands = (x, scale, zero_point, bits)
         inputs = [each if isinstance(each, str) else np.asarray(each, np.float32) for each in operands]
         said = {"signed": 1, "narrow": 0, "rounding_mode": "ROUND", **given}
         return self.op("Quant", inputs, domain=self.domain, **said)
 
-    def of(self, *outputs: str) -> onnx.ModelProto:
+    def of(self, *outputs):
         """The finished model, which ONNX does not check: it may be a broken one."""
         values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
         graph = helper.make_graph(self.nodes, "net", self.inputs, values, self.initializers)
@@ -87,18 +83,18 @@ class Net(models.Net):
         return helper.make_model(graph, opset_imports=imports, ir_version=8)
 
 
-def draw(shape: Sequence[int] = (2, 3, 6, 6), seed: int = 1) -> Any:
+def draw(shape=(2, 3, 6, 6), seed=1):
     """Normal float32 numbers of deviation 2."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 2
 
 
-def run(model: onnx.ModelProto | Path, feed: Any, *, optimize: bool = False) -> list[Any]:
+def run(model, feed, *, optimize=False):
     """The outputs for a feed, or for an ``x``, of the nodes as they stand unless optimized."""
     session = models.session(model, optimize=optimize)
     return list(session.run(None, feed if isinstance(feed, dict) else {"x": feed}))
 
 
-def same(found: onnx.ModelProto, wanted: onnx.ModelProto, x: Any = None) -> None:
+def same(found, wanted, x=None):
     """Two models compute the same to the bit; one of QONNX as numpy executes it."""
     x = draw([d.dim_value for d in wanted.graph.input[0].type.tensor_type.shape.dim]) if x is None else x
     numpy_alone = any(node.domain == DOMAIN for node in wanted.graph.node)
@@ -106,14 +102,12 @@ def same(found: onnx.ModelProto, wanted: onnx.ModelProto, x: Any = None) -> None
         np.testing.assert_array_equal(a, b)
 
 
-def operators(model: onnx.ModelProto) -> Counter[str]:
+def operators(model):
     """How many nodes of each type there are."""
     return Counter(node.op_type for node in model.graph.node)
 
 
-def conv_net(
-    bits: int = 4, *, signed: bool = False, norm: bool = False, bias: bool = True, seed: int = 0, domain: str = DOMAIN
-) -> onnx.ModelProto:
+def conv_net(bits=4, *, signed=False, norm=False, bias=True, seed=0, domain=DOMAIN):
     """Two convolutions between quantizers, as Brevitas exports them, with a residual sum of signed integers."""
     rng = np.random.default_rng(seed)
     net = Net(domain=domain)
@@ -138,7 +132,7 @@ def conv_net(
     return net.of(net.quant(net.op("Gemm", [pooled, w, np.zeros(5)], transB=1), 0.4, bits=8))
 
 
-def model_of(low: int | None, high: int | None, *, weight: str = "") -> onnx.ModelProto:
+def model_of(low, high, *, weight=""):
     """x -> Q -> Clip -> DQ -> Conv with int8 weights behind DQ, and a data type said of the weights."""
     clip, clipped = ("", "q") if high is None else ("[clip] c = Clip (q, lo, hi)", "c")
     text = f"""(float[1,3,4,4] x) => (float[1,2,4,4] y) {{ q = QuantizeLinear (x, s, z) {clip}
