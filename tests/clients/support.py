@@ -11,7 +11,6 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import FeedReader
 
 
 def ranges(model, feeds, folder, *, create=stocks, method=CalibrationMethod.MinMax, op_types=None, calls=1, **options):
@@ -22,7 +21,7 @@ def ranges(model, feeds, folder, *, create=stocks, method=CalibrationMethod.MinM
         calibrator = create(path, op_types, str(folder / "augmented.onnx"), method, extra_options=options)
         size = len(feeds) // calls
         for start in range(0, len(feeds), size):
-            calibrator.collect_data(FeedReader(feeds[start : start + size]))
+            calibrator.collect_data(models.FeedReader(feeds[start : start + size]))
         return calibrator.compute_data()
 
 

@@ -10,10 +10,9 @@ import onnx
 import pytest
 
 from kenosis_ort.errors import KenosisError, ModelLoadError, UnsupportedModelError
-from kenosis_ort.formats import conventions, qonnx_nodes
+from kenosis_ort.formats import conventions, qonnx_nodes, to_qop
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
 from tests import models, planning
@@ -38,7 +37,7 @@ class Format:
 FORMATS = {
     "qdq": Format(copy_model, ("qdq", "qcdq")), "qcdq": Format(conventions.to_qcdq, ("qdq", "qcdq")),
     "qonnx": Format(conventions.to_qonnx, ("qonnx",)),
-    "qop-clip": Format(lambda model: to_qop(to_runtime_form(copy_model(model), X86), clip=True), ("qop",), 1.01),
+    "qop-clip": Format(lambda model: to_qop.to_qop(to_runtime_form(copy_model(model), X86), clip=True), ("qop",), 1.01),
 }  # fmt: skip
 EXAMPLES = {
     **{f"conv_net{kind}": lambda kind=kind: read_model(conv_net(**kind)).canonical
@@ -203,7 +202,7 @@ def test_what_cannot_be_read_is_refused_with_node_and_clause(case):
 
 def test_what_cannot_be_written_is_refused_with_node_and_fix():
     with pytest.raises(UnsupportedModelError, match=r"'x' has 4.*node 'dq'.*Fix: write format='qop-clip'"):
-        to_qop(model_of(0, 15))
-    for write in (conventions.to_qcdq, conventions.to_qonnx, to_qop):
+        to_qop.to_qop(model_of(0, 15))
+    for write in (conventions.to_qcdq, conventions.to_qonnx, to_qop.to_qop):
         with pytest.raises(UnsupportedModelError, match=r"\[1, 14\].*no number of bits.*node 'clip'.*Fix: signed"):
             write(model_of(1, 14))

@@ -13,8 +13,7 @@ import pytest
 import tests.targets
 from kenosis_ort import InternalError, KenosisWarning, errors, preview, quantize_static
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.placement import eligibility, planner
-from kenosis_ort.placement.constraints import constrain
+from kenosis_ort.placement import constraints, eligibility, planner
 from kenosis_ort.plan import EdgeRole, How, PlacementOptions, PlacementPlan
 from kenosis_ort.targets import TARGETS
 from kenosis_ort.targets.table import Role as TargetRole
@@ -103,7 +102,7 @@ def test_a_rule_decides_about_its_operator(target, rule):
     text = f"net ({inputs}) => (y) <float[4,4,1,1] w, float[8,8] v, float[8] g> {{ y = {statement} }}"
     constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", statement)}
     view = GraphView(planning.parse(text, constants, checked=False))
-    (found,) = eligibility.classify(constrain(view, target, PlacementOptions()), {}).values()
+    (found,) = eligibility.classify(constraints.constrain(view, target, PlacementOptions()), {}).values()
     assert (found.role, found.rule, found.reason) == (rule.role, rule.id, rule.why)
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, calibrate, plan, quantize_static
-from kenosis_ort.errors import ModelLoadError
+from kenosis_ort import ClosedLoopReader, ModelLoadError, OptionError, PipelineReader, calibrate, plan, quantize_static
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
 from tests.flow.support import run, sqnr_db
 from tests.models import normal, session

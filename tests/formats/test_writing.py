@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kenosis_ort import RECIPES, InternalError, KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy import side_by_side, value_grids
-from kenosis_ort.formats import from_qonnx, qonnx_nodes
+from kenosis_ort.formats import from_qonnx, qonnx_nodes, to_qop
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph import outside, shapes, walk
 from kenosis_ort.options import Widths
 from kenosis_ort.placement.eligibility import with_widths
@@ -155,7 +154,7 @@ def check_same(qdq, qop, feeds):
 @given(nets())
 def test_any_net_computes_the_same(model):
     done = planning.quantize(model, protect_outputs="int8")
-    qop = to_qop(done.quantized)
+    qop = to_qop.to_qop(done.quantized)
     check_same(done.quantized, qop, done.feeds[:1])
     floating = [k for k in verify_fusion(done.quantized).kernels if k.op_type == "Conv" and not k.integer]
     assert floating or "Conv" not in operators(qop)
@@ -166,7 +165,7 @@ def test_every_operator_of_a_net_is_one_of_integers():
         c = Conv (x, w, b) r = Relu (c) p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) d = Conv (p, u)
         a = Add (d, p) s = Sigmoid (a) g = GlobalAveragePool (s) h = Conv (g, u) y = Relu (h) }"""
     done = planning.quantize(text, protect_outputs="int8")
-    qop = to_qop(done.quantized)
+    qop = to_qop.to_qop(done.quantized)
     expected = dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "MaxPool", "QLinearAdd", "QLinearSigmoid"), 1)
     assert operators(qop) == {**expected, "QLinearGlobalAveragePool": 1, "QLinearConv": 3}
     onnx.checker.check_model(qop)
@@ -179,7 +178,7 @@ def test_products_with_quantized_and_float_output(rank, bias):
     net = models.Net.over([4, 16] if rank == 2 else [1, 4, 16], seed=3)
     hidden = net.op("Relu", [net.linear("x", 16, 16, bias=bias)])
     done = planning.quantize(net.of(net.linear(hidden, 16, 8, bias=bias)))
-    qop = to_qop(done.quantized)
+    qop = to_qop.to_qop(done.quantized)
     check_same(done.quantized, qop, done.feeds)
     found = operators(qop)
     if rank == 2 and bias:
@@ -194,7 +193,7 @@ def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv():
     done = planning.quantize(text, protect_outputs="int8")
     grid = next(t.quantize for t in quantizers_of(done.quantized) if t.real == "relu")
     quantized = changed(done.quantized, **{grid.input[2]: lambda _: 7})
-    qop = to_qop(quantized)
+    qop = to_qop.to_qop(quantized)
     assert (operators(qop)["Relu"], operators(qop)["Conv"]) == (1, 1)
     check_same(quantized, qop, done.feeds)
 
@@ -204,7 +203,7 @@ def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind):
     text = """(float[1,1,4,4] x) => (float[1,1,3,3] y) { q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
         p = MaxPool <kernel_shape = [2,2]> (d) r = QuantizeLinear (p, s, v) y = DequantizeLinear (r, s, v) }"""
     qdq = planning.parse(text, {"s": np.float32(0.1), "z": np.uint8(10), "v": np.uint8(behind)})
-    qop = to_qop(qdq)
+    qop = to_qop.to_qop(qdq)
     assert operators(qop)["QuantizeLinear"] == (1 if behind == 10 else 2)
     check_same(qdq, qop, models.feeds(qdq, 2))
 

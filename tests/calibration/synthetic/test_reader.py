@@ -7,10 +7,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration.feeds import Known
-from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader, drawing, kinds
+from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader, drawing, kinds, stem
 from kenosis_ort.calibration.synthetic.pixels import WAYS
 from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
-from kenosis_ort.calibration.synthetic.stem import Stem
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import swept
@@ -199,7 +198,7 @@ def first_layer(channels, pixels, *, folded):
     shape = ",".join(map(str, pixels[0].shape[1:]))
     head, conv = f"g (float[N,{shape}] image) => (float out)", "[conv] conv = Conv <pads = [1, 1, 1, 1]> (image, w, b)"
     plain = partial(parse, f"{head} {{ {conv}  out = Relu (conv) }}", checked=False)
-    values = np.concatenate(Stem(plain({"w": weight, "b": zeros}), "image").respond(pixels), axis=1)
+    values = np.concatenate(stem.Stem(plain({"w": weight, "b": zeros}), "image").respond(pixels), axis=1)
     mean, deviation = values.mean(axis=1), values.std(axis=1)
     gammas, betas = rng.uniform(0.7, 1.3, channels), rng.normal(0, 0.5, channels)
     if not folded:
