@@ -1,11 +1,9 @@
 """Ratio, interval and verdict; and rounds, blocks, order and budget, on a clock that only fakes move."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import count, groupby
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,19 +17,6 @@ from kenosis_ort.errors import VerificationError
 
 
 @dataclass
-class FakeRunner:
-    bench: FakeBench
-    name: str
-    factor: float = 1.0
-    ran: int = 0
-
-    def run(self, output_names, input_feed):
-        self.ran += 1
-        self.bench.runs.append((self.name, input_feed))
-        self.bench.now += self.bench.cost(self.name, self.ran) * self.factor
-
-
-@dataclass
 class FakeBench:
     """Opens runners and records what is done with them; a session keeps its own noise factor.
 
@@ -42,23 +27,21 @@ class FakeBench:
         spread: Of the noise between sessions, as standard deviation of the logarithm.
     """
 
-    seconds: Mapping[str, float | Exception] | Callable[[str, int], float]
+    seconds: Any
     load: float = 0.0
     spread: float = 0.0
     seed: int = 0
     now: float = 1000.0
-    opened: list[str] = field(default_factory=list)
-    runs: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.rng = np.random.default_rng(self.seed)
+        self.opened, self.runs, self.rng = [], [], np.random.default_rng(self.seed)
 
     def clock(self):
         return self.now
 
     def cost(self, name, ran):
         """Seconds of a run now."""
-        found = self.seconds[name] if isinstance(self.seconds, Mapping) else self.seconds(name, ran)
+        found = self.seconds(name, ran) if callable(self.seconds) else self.seconds[name]
         if isinstance(found, Exception):
             raise found
         return found
@@ -66,7 +49,13 @@ class FakeBench:
     def open(self, name):
         self.opened.append(name)
         self.now += self.load
-        return FakeRunner(self, name, float(np.exp(self.rng.normal(0, self.spread))))
+        factor, numbers = float(np.exp(self.rng.normal(0, self.spread))), count(1)
+
+        def run(_, feed):
+            self.runs.append((name, feed))
+            self.now += self.cost(name, next(numbers)) * factor
+
+        return SimpleNamespace(run=run)
 
 
 # ---- ratio, interval and verdict ------------------------------------------------------------------------------------
@@ -132,7 +121,6 @@ def test_the_rank_is_the_tightest_that_keeps_the_confidence(n):
     # Conover, Practical Nonparametric Statistics: 95 % interval of the median from ordered observations.
     assert [harness.interval_rank(n) for n in (5, 6, 9, 10, 15, 20, 25)] == [None, 1, 2, 2, 4, 6, 8]
     rank = harness.interval_rank(n)
-    assert rank is not None
 
     def coverage(k):
         return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
@@ -198,19 +186,19 @@ def test_the_budget_is_kept(seconds, load, budget, rounds, warmup):
 
 
 def test_a_model_that_does_not_open_or_fails_later_is_dropped_whole_unless_it_must_run():
-    class Bad(FakeRunner):
-        def run(self, output_names, input_feed):
-            if input_feed == "second" and self.name == "c":
-                raise RuntimeError("Got invalid dimensions")
-            super().run(output_names, input_feed)
-
     fake = FakeBench({"a": 0.01, "c": 0.01})
 
     def opener(name):
         if name == "b":
             raise VerificationError("the runtime does not load it", where="b")
-        fake.open(name)
-        return Bad(fake, name)
+        runner = fake.open(name)
+
+        def run(_, feed):
+            if (name, feed) == ("c", "second"):
+                raise RuntimeError("Got invalid dimensions")
+            runner.run(_, feed)
+
+        return SimpleNamespace(run=run)
 
     timings = timed(fake, ["a", "b", "c"], feeds=["first", "second"], opener=opener)
     assert timings.failed == {"b": "the runtime does not load it", "c": "it does not run: Got invalid dimensions"}

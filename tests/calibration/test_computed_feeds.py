@@ -75,7 +75,6 @@ def fed(model, *feeds):
     for owner in walk.owners(model):
         for place, graph in bodies.places(owner):
             body = bodies.take_out(model, place, graph, value_types(model, walk.outer_names(graph)))
-            assert body is not None
             again = body_feeds(model, owner, body, lambda: iter(feeds))
             found.append((body, [*again()]))
             np.testing.assert_equal([*again()], found[-1][1])

@@ -301,7 +301,6 @@ def test_a_terminal_gets_a_bar_that_clears_itself():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, force_interactive=True, width=80, legacy_windows=False)
     with screen.Screen().progress("calibrating", console) as progress:
-        assert progress is not None
         progress(1, None)
         progress(3, 4)
     assert re.search(r"(?s)calibrating.*3/4.*\x1b\[2K$", stream.getvalue())

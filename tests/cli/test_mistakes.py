@@ -176,7 +176,6 @@ def test_terminated_it_cleans_up(bad):
 
     command, pipe = [sys.executable, "-m", "kenosis_ort", *line], subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "waiting\n"
         assert left()
         child.send_signal(signal.SIGTERM)

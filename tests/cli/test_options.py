@@ -91,7 +91,6 @@ def test_a_preset_is_a_recipe():
 
 def test_a_setting_takes_the_place_of_the_recipes_own():
     file = given_by("quantize m.onnx --recipe accurate --set equalize=false --set smooth=0.5")["recipe"]
-    assert isinstance(file, RecipeFile)
     assert (file.recipe.equalize, file.recipe.smooth, file.recipe.rounding) == (False, 0.5, "learned")
     with pytest.raises(OptionError, match="Did you mean 'equalize'"):
         given_by("quantize m.onnx --set equalise=false")

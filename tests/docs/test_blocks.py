@@ -86,8 +86,6 @@ RECURRENT = """(float[1,16] x, float[1,32] state) => (y, stateN) <float[32,16] w
 def _write_pipeline(folder):
     """Writes an encoder and its decoders, of one layer each, and a folder of sentences."""
     spec = importlib.util.spec_from_file_location("docs_bart_net", ROOT / "examples" / "bart_net.py")
-    assert spec is not None
-    assert spec.loader is not None
     net = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(net)
     net.LAYERS, net._FITTED_ON = 1, 16

@@ -14,9 +14,12 @@ from kenosis_ort.demo import load_digits, model_path
 from tests import models
 
 
-@pytest.fixture(scope="module")
-def trainer(load_example):
-    return load_example("train_digits")
+def example(name):
+    """A fixture of this script."""
+    return pytest.fixture(scope="module")(lambda load_example: load_example(name))
+
+
+trainer, detector, walkthrough = map(example, ("train_digits", "detector", "cifar10_walkthrough"))
 
 
 def away_from_kinks(rng, shape):
@@ -97,11 +100,6 @@ def test_what_is_shipped_is_small_and_as_described_and_the_net_is_trained():
 # ---- the detector ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def detector(load_example):
-    return load_example("detector")
-
-
 def rows(*values):
     return np.array(values, np.float32)
 
@@ -168,11 +166,6 @@ def test_the_detector_runs(detector, capsys):
 
 
 # ---- the CIFAR10Net walk-through: its data, its net, its trainers and its table --------------------------------------
-
-
-@pytest.fixture(scope="module")
-def walkthrough(load_example):
-    return load_example("cifar10_walkthrough")
 
 
 @pytest.fixture(scope="module")

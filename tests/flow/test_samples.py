@@ -5,6 +5,9 @@ these samples show the channels in another order than the rest do, at a lower le
 that is fitted to them would.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -274,17 +277,11 @@ def by_labels(labels, asked):
     return top1
 
 
-class Reader:
+def one_buffer(feeds):
     """A reader as ORT's users write them: one buffer, once through."""
-
-    def __init__(self, feeds):
-        self.feeds, self.buffer = iter(feeds), np.zeros((1, 3, 8, 8), np.float32)
-
-    def get_next(self):
-        if (feed := next(self.feeds, None)) is None:
-            return None
-        self.buffer[:] = feed["x"]
-        return {"x": self.buffer}
+    buffer = np.zeros((1, 3, 8, 8), np.float32)
+    fills = ({"x": buffer} for feed in feeds if np.copyto(buffer, feed["x"]) is None)
+    return SimpleNamespace(get_next=partial(next, fills, None))
 
 
 def test_a_budget_on_labels_of_held_out_data(tmp_path):
@@ -292,7 +289,7 @@ def test_a_budget_on_labels_of_held_out_data(tmp_path):
     held_out, out = feeds_of(60, seed=9), tmp_path / "out.onnx"
     labels = labels_of(net(), held_out)
     labels[:6] = (labels[:6] + 1) % 5  # the float model is right on 90 %
-    options = {"metric": by_labels(labels, set()), "eval_reader": Reader(held_out), "accuracy_budget": 0.05}
+    options = {"metric": by_labels(labels, set()), "eval_reader": one_buffer(held_out), "accuracy_budget": 0.05}
     report = judged(out, feeds_of(16), **options)
     found = report.measure
     assert (found.measure, found.samples, found.float_value) == ("metric 'top1'", 60, pytest.approx(0.9))
@@ -368,7 +365,7 @@ def test_the_calibration_reader_again_is_refused(tmp_path):
 def test_memory_does_not_grow_with_the_data(monkeypatch):
     monkeypatch.setattr("kenosis_ort.flow.samples._LOOKED_AT_BYTES", 4000)
     feeds = feeds_of(50, seed=0)
-    found = Validation(Reader(feeds), net())
+    found = Validation(one_buffer(feeds), net())
     assert len(found) == 50
     assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(found, feeds, strict=True))
     assert 1 <= len(found.some()) <= 6
@@ -378,4 +375,4 @@ def test_memory_does_not_grow_with_the_data(monkeypatch):
 def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path):
     feeds = feeds_of(12)
     with pytest.warns(KenosisWarning, match="12 of 12 calibration samples looked at are among the evaluation samples"):
-        judged(tmp_path / "out.onnx", feeds, eval_reader=Reader(feeds))
+        judged(tmp_path / "out.onnx", feeds, eval_reader=one_buffer(feeds))

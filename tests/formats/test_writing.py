@@ -49,7 +49,6 @@ def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path, bits
     weights = [t for t in quantizers_of(made) if t.constant is not None and t.quantizer.bits <= 8]
     assert {t.quantizer.bits for t in weights} == {bits}
     for tensor in weights:
-        assert tensor.constant is not None
         integers = onnx.numpy_helper.to_array(tensor.constant)
         assert integers.dtype == np.int8
         assert tensor.quantizer.bounds[0] <= integers.min()
@@ -119,7 +118,6 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
 def test_comparison_and_report_see_the_bits(tmp_path):
     made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
     pair = next(p for p in side_by_side.Pairing(net(), made).activations() if p.name == "relu_1_out")
-    assert pair.grid is not None
     assert pair.grid.range == (0.0, pytest.approx(7 * pair.grid.scale.item()))
     grids = value_grids.read_grids(net(), made)
     assert (grids["relu_1_out"].bits, grids["relu_1_out"].bounds) == (3, (0, 7))
