@@ -33,8 +33,7 @@ def test_a_float_and_a_quantized_model_are_inspected(shell):
 
 def test_the_plan_of_a_float_model_is_explained(shell):
     assert "None of 5 nodes that carry arithmetic" in shell("explain float.onnx").line
-    shown = ("Conv 'layer5.conv': integer, by conv-integer", "input 1")
-    assert not shell("explain float.onnx layer5.conv").lacks(*shown)
+    assert not shell("explain float.onnx layer5.conv").lacks("Conv 'layer5.conv': integer, by conv-integer", "input 1")
     gone = [e for e in shell("explain float.onnx --all --json").data if e["kind"] == "prepared away"]
     assert {e["op_type"] for e in gone} == {"BatchNormalization"}
     assert "folded into its neighbours" in shell("explain float.onnx", gone[0]["node"]).line

@@ -1,11 +1,10 @@
 """What every rewrite has to hold, on its own example and on what may surround it."""
 
-import numpy as np
 import onnx
 import onnx.compose
 import onnx.parser
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from kenosis_ort.graph import outside, shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
@@ -13,6 +12,7 @@ from kenosis_ort.rewrite.rule import NotCollapsibleError, rule as rewrite
 from tests import models, planning
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared
+from tests.flow.support import typed
 from tests.graph.build import assert_same, ops
 from tests.targets.qdq import kernels
 
@@ -133,14 +133,7 @@ def test_only_named_nodes_change(rule):
 
 @each_rule
 def test_other_types_stay(rule):
-    before = example(rule)
-    for tensor in before.graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT:
-            array = numpy_helper.to_array(tensor).astype(np.float64)
-            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-    for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
-            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    before = typed(example(rule), TensorProto.DOUBLE)
     after = outside.copy_model(before)
     apply(rule, after)
     assert (after.graph.node == before.graph.node) == (rule not in rules.ANY_TYPE)

@@ -133,6 +133,17 @@ def changed(model, **how):
     return copy
 
 
+def typed(model, kind):
+    """A float32 model in another type, edges included."""
+    made, dtype = changed(model), onnx.helper.tensor_dtype_to_np_dtype(kind)
+    for tensor in (t for t in made.graph.initializer if t.data_type == onnx.TensorProto.FLOAT):
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(dtype), tensor.name))
+    for value in (*made.graph.input, *made.graph.output, *made.graph.value_info):
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = kind
+    return made
+
+
 def proof(report):
     """Returns the fusion report of a verified quantization."""
     assert isinstance(report.fusion, FusionReport)

@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort import Stages, SyntheticReader, compare, errors, quantize_static, quantize_weights, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, planning
-from tests.flow.support import changed, good, interface, make, proof, quality, quantized, sqnr_db
+from tests.flow.support import good, interface, make, proof, quality, quantized, sqnr_db, typed
 from tests.models import FeedReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,17 +116,6 @@ def test_sixteen_bits(tmp_path, net, kinds):
 
 
 # ---- other floating types -------------------------------------------------------------------------------------
-
-
-def typed(model, kind):
-    """A float32 model in another type, edges included."""
-    made, dtype = changed(model), helper.tensor_dtype_to_np_dtype(kind)
-    for tensor in (t for t in made.graph.initializer if t.data_type == TensorProto.FLOAT):
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(dtype), tensor.name))
-    for value in (*made.graph.input, *made.graph.output, *made.graph.value_info):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
-            value.type.tensor_type.elem_type = kind
-    return made
 
 
 @pytest.mark.parametrize("name", ["residual_block", "two_input_detector", "mlp_matmul", "mlp"])

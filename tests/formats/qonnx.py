@@ -118,8 +118,7 @@ def conv_net(bits=4, *, signed=False, norm=False, bias=True, seed=0, domain=DOMA
         inputs = [values, net.quant(w, scale, bits=bits, narrow=1)]
         if bias:
             inputs.append(net.const(rng.normal(size=8) * 0.3))
-        window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1], "dilations": [1, 1]}
-        y = net.op("Conv", inputs, group=1, **window)
+        y = net.op("Conv", inputs, group=1, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[1, 1], dilations=[1, 1])
         if norm:
             gamma, mean, spread = rng.normal(size=8), rng.normal(size=8), rng.uniform(0.5, 2, size=8)
             y = net.op("BatchNormalization", [y, gamma, mean * 0.1, mean, spread])

@@ -22,17 +22,8 @@ from tests.flow.support import Untouched, changed
 from tests.formats.qonnx import model_of, operators, run
 from tests.quantizer.random_nets import nets
 
+net = models.mobile_block  # of everything that bits have a say in
 pytestmark = pytest.mark.filterwarnings("ignore:output .* keeps only:kenosis_ort.errors.KenosisWarning")
-
-
-def net():
-    """Conv, Relu, Conv, Relu6, residual Add, pool, Gemm: of everything that bits have a say in."""
-    net = models.Net(seed=5)
-    a = net.op("Relu", [net.conv(net.input("x", [1, 3, 12, 12]), 3, 8, name="stem")])
-    b = net.op("Clip", [net.conv(a, 8, 8, name="second"), 0.0, 6.0])
-    c = net.op("Add", [a, net.conv(b, 8, 8, name="third")])
-    pooled = net.op("Flatten", [net.op("GlobalAveragePool", [net.op("Relu", [c])])])
-    return net.of(net.op("Gemm", [pooled, net.weight((8, 4)), np.zeros(4)], name="head"))
 
 
 def written(tmp_path, **options):
@@ -59,12 +50,12 @@ def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path, bits
 
 
 def test_bits_by_node(tmp_path):
-    by_node = {"second": {"weights": 8}, "third": {"activations": 6}}
+    by_node = {"expand": {"weights": 8}, "project": {"activations": 6}}
     recipe = replace(RECIPES["plain"], weight_bits=4, activation_bits=4, bits=by_node)
     tensors = quantizers_of(written(tmp_path, format="qcdq", recipe=recipe))
     found = {t.real or t.integers: t.quantizer.bits for t in tensors if t.quantizer.bits <= 8}
-    assert sorted(b for name, b in found.items() if name.endswith("_quantized")) == [4, 4, 4, 8]
-    assert (found["third_out"], found["relu_1_out"]) == (6, 4)
+    assert sorted(b for name, b in found.items() if name.endswith("_quantized")) == [4, 4, 4, 4, 8]
+    assert (found["project_out"], found["stem_act_out"]) == (6, 4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -81,9 +72,9 @@ def test_all_formats_are_of_one_state(tmp_path, bits):
 def test_eight_bits_as_operators_are_the_default_s_results(tmp_path):
     plain, operated = (written(tmp_path, format=f, promise=False) for f in ("qdq", "qop"))
     check_same(plain, operated, models.feeds(net(), 3))
-    assert operators(operated)["QLinearConv"] == 3
+    assert operators(operated)["QLinearConv"] == 4
     proof = verify_fusion(tmp_path / "out.onnx")
-    assert "4 of 4 Conv/Gemm/MatMul on integer kernels" in str(proof)
+    assert "5 of 5 Conv/Gemm/MatMul on integer kernels" in str(proof)
     assert (proof.integer_share(), proof.silently_quantized()) == (1.0, ())
 
 
@@ -117,16 +108,16 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
 
 def test_comparison_and_report_see_the_bits(tmp_path):
     made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
-    pair = next(p for p in side_by_side.Pairing(net(), made).activations() if p.name == "relu_1_out")
+    pair = next(p for p in side_by_side.Pairing(net(), made).activations() if p.name == "stem_act_out")
     assert pair.grid.range == (0.0, pytest.approx(7 * pair.grid.scale.item()))
     grids = value_grids.read_grids(net(), made)
-    assert (grids["relu_1_out"].bits, grids["relu_1_out"].bounds) == (3, (0, 7))
+    assert (grids["stem_act_out"].bits, grids["stem_act_out"].bounds) == (3, (0, 7))
     assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}
 
 
 def test_bits_of_no_node_are_told(tmp_path):
-    recipe = replace(RECIPES["plain"], bits={"secondd": {"weights": 4}})
-    with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'secondd', which is no node.*'second'"):
+    recipe = replace(RECIPES["plain"], bits={"expandd": {"weights": 4}})
+    with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'expandd', which is no node.*'expand'"):
         written(tmp_path, format="qcdq", recipe=recipe, promise=False)
 
 
