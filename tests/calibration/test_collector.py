@@ -113,13 +113,6 @@ def test_integer_tensors_are_left_out():
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile"])
-def test_types_are_asked_of_the_runtime_where_annotations_lack(method):
-    model = one_node_model(annotate=False)
-    assert not model.graph.value_info
-    assert swept(model, random_feeds(2), ["y"], method=method).tensors["y"].count == 30
-
-
-@pytest.mark.parametrize("method", ["minmax", "percentile"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensors", [["x"], ["y", "z"], ["z", "x"]])
 def test_not_finite_is_an_error_that_names_tensor_and_sample(method, bad, tensors):

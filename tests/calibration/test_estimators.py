@@ -166,13 +166,6 @@ def test_quantiles(data):
         assert abs(values.quantile(share) - exact) <= bin_width + near
 
 
-@pytest.mark.parametrize(("low", "high", "expected"), [(5.0, None, 5.0), (None, -5.0, -5.0)])
-def test_everything_beyond_a_limit(low, high, expected):
-    values = sketch(statistics_of(np.linspace(-1, 1, 99, dtype=np.float32)), low_limit=low, high_limit=high)
-    assert (values.low, values.high) == (expected, expected)
-    assert values.errors([(min(expected, 0.0), max(expected, 0.0))], power=2.0) == pytest.approx([0.0], abs=1e-9)
-
-
 def test_extremes_that_a_partial_histogram_missed():
     part = statistics_of(np.linspace(-1, 1, 1000, dtype=np.float32))
     values = sketch(TensorStatistics(-50.0, 90.0, 5000, histogram=part.histogram))

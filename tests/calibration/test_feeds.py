@@ -12,7 +12,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 import kenosis_ort
 from kenosis_ort import ArrayReader, CalibrationError, ImageFolderReader, ParquetReader, TarReader
-from kenosis_ort.calibration import feeds, sample_feeds
+from kenosis_ort.calibration import feeds
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds, swept
 from tests.contracts.test_readers import images as pictures, npy, parquet, read, tar
@@ -32,18 +32,6 @@ def test_one_pass_over_a_one_shot_reader_that_tells_no_length(method):
     assert (reader.handed_out, seen) == (5, [(done, None) for done in range(6)])
     run(ListReader(random_feeds(1)), progress=lambda *told: seen.append(told))
     assert seen[6:] == [(0, 1), (1, 1)]
-
-
-def test_iterables_and_runtime_values_will_do_too():
-    samples = random_feeds(3)
-    values = [{"x": ort.OrtValue.ortvalue_from_numpy(s["x"])} for s in samples]
-    for method in ("minmax", "percentile"):
-        first, *others = (
-            run(reader, tensors=("x", "y"), method=method)
-            for reader in (samples, iter(samples), (s for s in samples), ListReader(samples), values)
-        )
-        assert all(other == first for other in others)
-    assert list(sample_feeds(ListReader(samples))) == samples
 
 
 X = np.zeros((2, 3), np.float32)

@@ -124,18 +124,6 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("method", ["minmax", "percentile"])
-def test_custom_operators_run_with_their_library_and_only_then(method):
-    extensions = pytest.importorskip("onnxruntime_extensions")
-    model = parse("(float[2,2] x) => (float[2,2] z) { y = contrib.Inverse (x)  z = Neg (y) }", domains=["contrib"])
-    model.graph.node[0].domain = model.opset_import[1].domain = "ai.onnx.contrib"
-    samples = [{"x": np.array([[2, 0], [0, 4]], np.float32)}]
-    with pytest.raises(ValueError, match="custom_op_libraries"):
-        swept(model, samples, "yz", method=method)
-    libraries = [extensions.get_library_path()]
-    assert swept(model, samples, "yz", method=method, custom_op_libraries=libraries).tensors["y"].high == 0.5
-
-
 CONSTANTS = {"head": [2], "sizes": [9, 7], "pads": [0, 0, 1, 1, 0, 0, 1, 1], "zero": [0], "two": [2], "k": [3]}
 
 

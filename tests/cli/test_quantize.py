@@ -56,16 +56,6 @@ def test_what_made_up_data_lack_is_said_in_the_commands_words(shell):
     assert "what would help: --input-range x=LOW,HIGH, or --mean and --std" in printed.line
 
 
-def test_what_is_said_is_done_and_recorded_as_the_callers(shell):
-    how = "--no-per-channel --method percentile --option CalibPercentile=99.9 --exclude layer0.conv"
-    report = shell.quantize(f"{how} --json").data
-    assert report["options"]["per_channel"] == {"value": False, "source": "caller"}
-    assert report["options"]["activation_type"]["source"] == "host default"
-    assert report["calibration"]["method"] == "percentile"
-    kernels = {k["node"]: k["integer"] for k in report["fusion"]["kernels"]}
-    assert kernels.items() >= {"layer0.conv": False, "layer5.conv": True}.items()
-
-
 def test_a_dry_run_shows_the_plan_and_writes_nothing(shell):
     before = shell.files()
     printed = shell("quantize float.onnx --dry-run --exclude layer5.conv")

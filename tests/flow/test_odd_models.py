@@ -251,15 +251,6 @@ def refused(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == {out: OLD}
 
 
-# ---- the model: what all is told of files is in `tests.graph.test_load` and `tests.cli.test_mistakes` ---------------
-
-
-def test_nan_among_the_weights(refused):
-    """The first value that it reaches is named."""
-    model = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
-    refused(errors.CalibrationError, "NaN", "relu1_out", model=model)
-
-
 # ---- the data -------------------------------------------------------------------------------------------------
 
 GOOD = np.zeros((1, 3, 8, 8), np.float32)
