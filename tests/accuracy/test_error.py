@@ -248,13 +248,6 @@ class Accuracy:
         self.seen, self.right = [], 0
 
 
-class Called:
-    """An object that is called as a function is."""
-
-    def __call__(self, outputs, reference):
-        return float(len(outputs))
-
-
 def _pairs(indices, wrong=0):
     outputs = [{"y": np.roll(REFERENCE[i]["y"], n < wrong, axis=1)} for n, i in enumerate(indices)]
     return [(o, REFERENCE[i]) for o, i in zip(outputs, indices, strict=True)]
@@ -278,7 +271,6 @@ def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told():
         (lambda outputs, reference, threshold=0.5: threshold, 0.5),
         (lambda *a: float(len(a)), 2.0),
         (partial(lambda threshold, outputs, reference: threshold, 0.5), 0.5),
-        (Called(), 4.0),
     ):
         checked = check_metric(metric)
         assert not checked.takes_indices

@@ -17,11 +17,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def nets():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.path", [str(BENCHMARKS), *sys.path])
         return importlib.import_module("nets")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 def outputs(model, feeds):

@@ -1,9 +1,8 @@
 """What every format has to hold: it runs as the QDQ form does and comes back; what it cannot say is refused."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -19,8 +18,7 @@ from tests import models, planning
 from tests.formats.qonnx import DOMAIN, X86, Net, conv_net, model_of, operators, run
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """One format.
 
     Attributes:
@@ -29,7 +27,7 @@ class Format:
         steps: By how many steps of an output results may differ from the QDQ form's.
     """
 
-    write: Callable[[onnx.ModelProto], onnx.ModelProto]
+    write: Any
     read_as: tuple[str, ...]
     steps: float = 0.0
 

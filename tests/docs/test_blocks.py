@@ -6,9 +6,9 @@ import re
 import shlex
 import shutil
 import textwrap
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -27,8 +27,7 @@ _FENCE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One fenced block.
 
     Attributes:

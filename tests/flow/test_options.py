@@ -46,6 +46,7 @@ def test_every_option_is_in_the_table():
     assert parameters - {"calibration_data_reader", "further"} == wrong.OPTIONS.keys()
     assert wrong.OPTIONS.keys() - {"model_input"} == OPTIONS.keys()
     assert wrong.RECIPE.keys() == Recipe.__dataclass_fields__.keys()
+    assert {*VALUES} == {*IN_FILE}, "each that a file may hold has a value here"
 
 
 @pytest.mark.parametrize("name", wrong.OPTIONS)
@@ -131,10 +132,6 @@ def known(made):
     """What a request says, but for functions, which are made anew for each target, and for who said it."""
     fields = {name: value for name, value in vars(made).items() if name not in ("target", "choices")}
     return fields | {"target": made.target.name, "choices": {k: c.value for k, c in made.choices.items()}}
-
-
-def test_every_option_that_a_file_may_hold_has_a_value_here():
-    assert {*VALUES} == {*IN_FILE}
 
 
 @pytest.mark.parametrize("name", VALUES)
