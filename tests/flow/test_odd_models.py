@@ -251,6 +251,12 @@ def refused(tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == {out: OLD}
 
 
+def test_nan_among_the_weights(refused):
+    """The first value that it reaches is named."""
+    model = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
+    refused(errors.CalibrationError, "NaN", "relu1_out", model=model)
+
+
 # ---- the data -------------------------------------------------------------------------------------------------
 
 GOOD = np.zeros((1, 3, 8, 8), np.float32)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, seed, settings, strategies as st
 
 from kenosis_ort import RECIPES, InternalError, KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy import side_by_side, value_grids
@@ -139,7 +139,8 @@ def check_same(qdq, qop, feeds):
                 assert np.abs(a.astype(np.float64) - b).max(initial=0.0) <= 1.01 * step
 
 
-@settings(derandomize=True, suppress_health_check=list(HealthCheck))
+@seed(11)  # of which a clamp is an output too
+@settings(suppress_health_check=list(HealthCheck))
 @given(nets())
 def test_any_net_computes_the_same(model):
     done = planning.quantize(model, protect_outputs="int8")
@@ -159,6 +160,15 @@ def test_every_operator_of_a_net_is_one_of_integers():
     assert operators(qop) == {**expected, "QLinearGlobalAveragePool": 1, "QLinearConv": 3}
     onnx.checker.check_model(qop)
     check_same(done.quantized, qop, done.feeds)
+
+
+def test_a_softmax_of_integers_has_its_axis():
+    text = """(float[2,3,4] x) => (y) { q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
+        p = Softmax <axis = 1> (d) r = QuantizeLinear (p, t, z) y = DequantizeLinear (r, t, z) }"""
+    qdq = planning.parse(text, {"s": np.float32(0.02), "z": np.uint8(0), "t": np.float32(1 / 256)})
+    qop = to_qop.to_qop(qdq)
+    assert operators(qop)["QLinearSoftmax"] == 1
+    check_same(qdq, qop, models.feeds(qdq, 2))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -236,7 +246,8 @@ def check_traps(model):
     assert model.ir_version <= 10
 
 
-@settings(derandomize=True, suppress_health_check=list(HealthCheck))
+@seed(0)  # of which nets have barriers
+@settings(suppress_health_check=list(HealthCheck))
 @given(nets(), st.sampled_from([2, 3, 4, 8]))
 def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model, bits):
     done = canonical(model, bits)

@@ -301,8 +301,9 @@ def test_real_samples_come_first_and_give_the_scale():
 
 def counter(state="state", new="stateN", step="Add ({}, one)"):
     """A net whose state counts the steps."""
-    return parse(f"""g (float[1,8] x, float[1,2] {state}) => (float[1,8] out, float[1,2] {new})
-        <float[1,2] one = {{1, 1}}> {{ {new} = {step.format(state)}  out = Identity (x) }}""")
+    return parse(f"""g (float[1,8] x, float[1,2] {state}) => (float[1,8] out, float[1,2] {new}, float sum)
+        <float[1,2] one = {{1, 1}}> {{
+        {new} = {step.format(state)}  out = Identity (x)  sum = ReduceSum <keepdims = 0> (x) }}""")
 
 
 @pytest.mark.parametrize(("state", "new"), [("state", "stateN"), ("h0", "hn"), ("hidden_in", "result")])
