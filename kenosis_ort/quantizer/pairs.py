@@ -329,8 +329,10 @@ class Pairs:
         decided = None if node is None else self.plan.by_node.get(node.name)
         if self._widths[value] == _BYTE or node is None or decided is None or decided.kind is not Kind.ABSORBED:
             return source
-        low = self._limits[self._activations[value].provider or value].low
-        if low == 0.0 and self.quantizer.activation_qType == TensorProto.UINT8:  # zero point 0: a Relu is absorbed
+        limit = self._limits.get(self._activations[value].provider or value)
+        if limit is None:  # the Add of a bias, which a layer takes in too
+            return source
+        if limit.low == 0.0 and self.quantizer.activation_qType == TensorProto.UINT8:  # zero point 0 takes a Relu in
             node.op_type = "Relu"
             for bound in list(node.input)[1:]:
                 node.input.remove(bound)
