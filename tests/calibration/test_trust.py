@@ -10,12 +10,9 @@ from hypothesis import given, strategies as st
 from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
-from kenosis_ort.calibration.synthetic.reader import probe_feeds
-from kenosis_ort.graph.load import load_model
 from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
 from tests.calibration.synthetic.test_draws import edges
-from tests.downloaded import ZOO
 
 STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.05)}
 SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.6)}
@@ -103,31 +100,6 @@ def test_collection_in_groups_sees_every_sample_once():
     assert seen[-1] == (11, 11)
     with pytest.raises(CalibrationError, match="order of the samples"):
         collected(made_up(), Points(names, CalibrationConfig(moving_average=True, max_intermediate_outputs=2)))
-
-
-REAL = {"cifar_resnet20_bn": "trusted", "cifar_resnet20": "usable", "mlperf_kws_dscnn": "trusted"}
-REAL |= {"silero_vad_16k": "usable or do not ship"}
-
-
-@pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
-@pytest.mark.parametrize(("name", "expected"), REAL.items())
-def test_zoo(name, expected):
-    model = load_model(ZOO / f"{name}.onnx").proto
-    model.ir_version = min(model.ir_version, 10)
-    reader = SyntheticReader(model, samples=16)
-    points = Points([v.name for v in model.graph.output], threads=1)
-    evidence = trust.net_evidence(model, probe_feeds(reader))
-    how = {"provenance": reader.provenance, "samples": 16, "evidence": evidence}
-    assert trust.collect_with_trust(model, reader, points, **how)[1].verdict.value in expected
-
-
-@pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
-def test_gaussian_noise_is_found_out():
-    model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
-    rng = np.random.default_rng(0)
-    noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
-    misfits = trust.net_evidence(model, noise).misfits
-    assert verdict(misfits=misfits)[0] is not trust.TrustLevel.TRUSTED
 
 
 ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p[0] + p[1]))

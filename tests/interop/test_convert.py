@@ -9,7 +9,6 @@ import pytest
 from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert, interop
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import read_model
-from tests.downloaded import QUANTIZED
 from tests.formats.qonnx import Net, conv_net, draw, execute, run
 
 
@@ -61,17 +60,6 @@ def test_the_command_names_its_output_after_the_format(tmp_path, capsys):
     assert (tmp_path / "net.qop.onnx").exists()
     assert "4-bit" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "net.onnx"), "--to", "tflite"]) == 2
-
-
-@pytest.mark.skipif(not QUANTIZED.is_dir(), reason="needs downloaded nets")
-@pytest.mark.parametrize("to", ["qdq", "qonnx"])
-@pytest.mark.parametrize(
-    "name", ["bnn_fc_brevitas_domain", "espcn_subpixel_4bit", "micro_kws_qdq", "micro_kws_qoperator"]
-)
-def test_files_of_others_are_converted(tmp_path, name, to):
-    done = convert(QUANTIZED / f"{name}.onnx", tmp_path / "out.onnx", to)
-    assert done.agreement
-    assert all(entry.sqnr_db > 30 for entry in done.agreement), str(done)
 
 
 def test_ties_that_fall_otherwise_are_no_reason_to_refuse_and_what_is_off_by_more_is(tmp_path, monkeypatch):

@@ -1,17 +1,13 @@
 """The mapping does not depend on how nodes and values are called, and knows every kernel of real nets."""
 
-import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnxruntime.quantization import QuantType, quantize_static
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.verify import Cause, Status, verify_fusion, verify_patterns
-from tests.downloaded import ZOO
-from tests.models import FeedReader
+from kenosis_ort.verify import Status, verify_patterns
 from tests.targets.qdq import QdqGraph
-from tests.verify.expect import check_complete, report
+from tests.verify.expect import report
 
 
 def _model():
@@ -106,36 +102,3 @@ def test_a_name_that_hides_one_outside_is_refused():
     text = BRANCHES.format(p="own_", integer="then", float="else").replace("Abs (x)", "Abs (x) x = Neg (data)")
     with pytest.raises(VerificationError):
         report(onnx.parser.parse_model(text))
-
-
-# ---- real nets quantized by stock -----------------------------------------------------------------------------------
-
-
-NETS = {
-    "cifar_resnet20.onnx": 20, "mlperf_ic_resnet8.onnx": 10, "mlperf_kws_dscnn.onnx": 10, "squeezenet1.1.onnx": 26,
-    "superres_espcn_x3.onnx": 4,
-}  # fmt: skip
-HEAVY = ("Conv", "Gemm", "MatMul")
-
-
-@pytest.mark.parametrize("signed", [False, True], ids=["uint8", "int8"])
-@pytest.mark.parametrize("net", NETS)
-def test_stock_quantized_net(net, signed, tmp_path):
-    if not (ZOO / net).exists():
-        pytest.skip("the zoo is not here")
-    source, path = onnx.load(ZOO / net), tmp_path / "quantized.onnx"
-    inputs = {i.name: i.type.tensor_type.shape.dim for i in source.graph.input}
-    fed = inputs.keys() - {t.name for t in source.graph.initializer}
-    shapes = {name: [d.dim_value or 32 for d in inputs[name]] for name in fed}
-    feed = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
-    types = {"activation_type": QuantType.QInt8 if signed else QuantType.QUInt8, "weight_type": QuantType.QInt8}
-    quantize_static(source, path, FeedReader([feed]), per_channel=True, **types)
-    found = verify_fusion(path)
-    check_complete(onnx.load(path), found)
-    heavy = [k for k in found.kernels if k.op_type in HEAVY]
-    assert len(heavy) == NETS[net]
-    assert all(k.kernel and k.absorbed_into is None for k in heavy)
-    assert not any(kernel.endswith(HEAVY) for kernel in found.overhead)
-    assert not any(k.cause is Cause.UNKNOWN for k in found.float_nodes())
-    if not signed:
-        assert found.integer_share() == 1.0
