@@ -259,12 +259,16 @@ def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model, bi
     assert grids(done.quantized) == grids(from_qonnx.Reader(outside.copy_model(made), shapes.value_types(made)).run())
 
 
-def test_a_bias_between_two_layers_is_no_bound_of_few_bits():
+@pytest.mark.parametrize(("between", "expected"), [("Add (m, b)", 1), ("Clip (m, low, high)", 0)])
+def test_a_bias_between_two_layers_is_no_bound_of_few_bits_and_a_clip_is_one(between, expected):
     weights = {name: np.eye(4, dtype=np.float32) for name in "wv"} | {"b": np.ones(4, np.float32)}
-    text = "(float[1,4] x) => (float[1,4] y) { m = MatMul (x, w) h = Add (m, b) y = MatMul (h, v) }"
+    weights |= {"low": np.float32(-1), "high": np.float32(1)}
+    text = f"(float[1,4] x) => (float[1,4] y) {{ m = MatMul (x, w) h = {between} y = MatMul (h, v) }}"
     quantized = canonical(planning.parse(text, weights), 2).quantized
-    (y,) = run(quantized, {"x": np.zeros((1, 4), np.float32)})
-    np.testing.assert_allclose(y, np.ones((1, 4)), atol=0.5)
+    assert (operators(quantized)["Clip"], operators(quantized)["QuantizeLinear"]) == (2, 3)
+    np.testing.assert_allclose(
+        run(quantized, {"x": np.zeros((1, 4), np.float32)})[0], np.full((1, 4), expected), atol=0.5
+    )
 
 
 def test_weights_of_one_step_are_bipolar():
