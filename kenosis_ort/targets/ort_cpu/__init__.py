@@ -2,8 +2,9 @@
 
 `rules` is the table, what becomes of other data types and those of the machine at hand, and where float is better or a
 Q stands elsewhere than the table says; `work`, `probes` and `profiles` say what kernels cost on which machine, and how
-weights are stored for it; `rewrites` forms that suit the tiles of its kernels. `cpu_proof` reads its optimized graphs
-and maps them to nodes of the model; `pieces` cuts and indexes them, and `reasons` explains.
+weights are stored for it; `rewrites` forms that suit the tiles of its kernels. `cpu_proof` reads its optimized
+graphs, which `kernel_graph` indexes and `kernel_map` maps to nodes of the model; `pieces` cuts large models, and
+`reasons` explains.
 """
 
 from typing import Final
