@@ -16,7 +16,8 @@ import onnx
 from _zoo import OneShotReader, choose, load_zoo, ort_best, quiet_folder
 
 import kenosis_ort
-from kenosis_ort.passes.evaluator import Evaluator, Reference
+from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.reference import Reference
 
 
 def main() -> None:

@@ -135,7 +135,7 @@ def quantize_static(
     """
     called = locals()
     from kenosis_ort.calibration.readers import in_shards, source_files
-    from kenosis_ort.flow.finish import check_files
+    from kenosis_ort.flow.file_checks import check_files
     from kenosis_ort.flow.resolve import request_of
     from kenosis_ort.flow.run import run
     from kenosis_ort.passes.recipe import is_recipe_file

@@ -9,7 +9,7 @@ import onnx
 
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import last_gate
-from kenosis_ort.flow.finish import check_files
+from kenosis_ort.flow.file_checks import check_files
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.files import write_model
 from kenosis_ort.graph.load import load_model

@@ -23,7 +23,7 @@ from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
-from kenosis_ort.flow.finish import check_files
+from kenosis_ort.flow.file_checks import check_files
 from kenosis_ort.graph.files import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
 from kenosis_ort.passes.recipe import is_recipe_file

@@ -18,7 +18,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow.builder import Builder, for_integers
-from kenosis_ort.flow.finish import check_biases
+from kenosis_ort.flow.file_checks import check_biases
 from kenosis_ort.flow.fit import fitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve

@@ -21,7 +21,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
 from kenosis_ort.flow import preparation
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import RewrittenNet
+from kenosis_ort.flow.reused_tables import RewrittenNet
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread

@@ -18,13 +18,15 @@ from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.calibration.feeds import LEAST_FEEDS, Cut, Feed, Part, split_feeds
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, Validation, find_division
+from kenosis_ort.flow.reused_tables import CalibrationCache
+from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build, Pass
-from kenosis_ort.passes.evaluator import Evaluator, Reference
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.journal import Journal
 from kenosis_ort.passes.recipe import SpeedChoice
+from kenosis_ort.passes.reference import Reference
 from kenosis_ort.report import facts
 from kenosis_ort.runtime import session
 

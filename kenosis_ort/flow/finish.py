@@ -1,7 +1,6 @@
 """The end of a quantization: compare, warn, write in the format asked for, report."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.accuracy.side_by_side import compare_layers
 from kenosis_ort.bench.harness import profile_in_fresh_sessions
 from kenosis_ort.calibration.feeds import Feed
-from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow.call import REWRITTEN_ABSOLUTE, REWRITTEN_DB, Call
+from kenosis_ort.flow.file_checks import check_biases, check_loads
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
 from kenosis_ort.graph import files, load
-from kenosis_ort.graph.files import external_files
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
@@ -35,11 +33,15 @@ from kenosis_ort.report.evidence import LayerSignal, LayerTime, OpTimes, ReportE
 from kenosis_ort.report.facts import CalibrationSummary
 from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
-from kenosis_ort.verify import check_bias_alignment, clipping_loss
+from kenosis_ort.verify import clipping_loss
+
+_log = logging.getLogger(__name__)
+_COMPARED_FEEDS = 4
+_COMPARED_ROWS = 32
+_POOR_DB = 10.0
+_WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
@@ -60,14 +62,6 @@ def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
     return conventions.to_qonnx(model) if written == "qonnx" else conventions.to_qcdq(model)
 
 
-_log = logging.getLogger(__name__)
-_REPORT = "report this as a bug, if you can with the model; recipe='plain' may avoid it"
-_COMPARED_FEEDS = 4
-_COMPARED_ROWS = 32
-_POOR_DB = 10.0
-_WORTHLESS_DB = 3.0  # half of the signal is noise
-
-
 def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Some samples, spread over all of them, with as many rows as are enough to compare outputs on."""
     found: list[Mapping[str, Any]] = []
@@ -77,18 +71,6 @@ def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             found.append(feed)
         rows += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
     return found
-
-
-def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
-    """Checks the grids of all int32 biases.
-
-    Raises:
-        VerificationError: One is off.
-    """
-    problems = check_bias_alignment(quantized)
-    if problems and request.stock_reason is None:
-        what = f"{len(problems)} int32 biases are off their grid"
-        raise VerificationError(what, where=str(problems[0]), fix=_REPORT)
 
 
 def worthless(compared: Sequence[OutputComparison]) -> str | None:
@@ -101,75 +83,6 @@ def worthless(compared: Sequence[OutputComparison]) -> str | None:
     if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
         return None
     return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
-
-
-def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
-    """Loads the written file in a fresh session; one that stock onnxruntime does not load is checked alone.
-
-    The runtime's load time grows with the square of the depth. A huge model that the fusion proof has loaded in
-    pieces is not loaded once more but checked for consistency; one without a proof is loaded unoptimized.
-
-    Args:
-        path: The file.
-        request: For the custom operators.
-        pieces: Into how many pieces the fusion proof cut the model; 0 without a proof of a huge model.
-
-    Raises:
-        VerificationError: The runtime refuses it.
-    """
-    if pieces <= 1 and request.target.loads_in_ort:
-        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
-        return
-    try:
-        onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
-        _log.info("not consistent to the letter: %s", error)
-        if not request.target.loads_in_ort:
-            raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
-        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
-
-
-OUTPUT = "the output"
-MODEL = "the float model"
-
-
-def check_files(
-    model: Path | None,
-    output: Path,
-    *,
-    cache: Path | None = None,
-    written: Sequence[tuple[str, Path]] = (),
-    read: Sequence[tuple[str, Path]] = (),
-    reader: Any = None,
-    in_place: bool = True,
-) -> None:
-    """Checks that no file to be written is one that is read, or written as something else.
-
-    Args:
-        model: The float model's file; None for a model in memory.
-        output: The quantized model.
-        cache: The calibration cache, which is read if it exists and written if not.
-        written: What else is written: what it is, and where.
-        read: What else is read.
-        reader: The calibration data reader; files that it is known to read are not written over.
-        in_place: Whether the output may take the float model's place, as stock's may.
-
-    Raises:
-        OutputError: Two are the same file.
-    """
-    outputs = [(OUTPUT, output), ("the output's external data", files.data_file(output)), *written]
-    inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
-    if cache is not None:
-        (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
-    if model is not None:
-        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
-        if in_place and same_file(model, output):
-            data = [file for file in data if not same_file(file, files.data_file(output))]
-            check_apart(outputs[1:], [(MODEL, model)])
-        else:
-            inputs.append((MODEL, model))
-        inputs += [("the float model's external data", file) for file in data]
-    check_apart(outputs, inputs)
 
 
 _SHOWN = 3

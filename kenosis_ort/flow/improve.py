@@ -25,7 +25,7 @@ from kenosis_ort.flow import samples
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import Observe, RewrittenNet, following_table
+from kenosis_ort.flow.reused_tables import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.contract import Build, Context, State, changed_weights

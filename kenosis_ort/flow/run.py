@@ -20,8 +20,10 @@ from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
 from kenosis_ort.flow.call import Call, RewriteMismatchError
+from kenosis_ort.flow.file_checks import check_loads
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import CalibrationCache, KeepingReader, Validation
+from kenosis_ort.flow.reused_tables import CalibrationCache
+from kenosis_ort.flow.samples import KeepingReader, Validation
 from kenosis_ort.graph import files, outside
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.view import PreparedModel
@@ -124,9 +126,7 @@ def deliver_float(
             loaded.proto,
             request.output,
             external_data=request.use_external_data_format,
-            check=lambda path: finish.check_loads(
-                path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
-            ),
+            check=lambda path: check_loads(path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)),
             content=None if loaded.is_split or isinstance(source, onnx.ModelProto) else source.read_bytes(),
             warn=call.warnings.append,
         )

@@ -10,7 +10,7 @@ import pytest
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, Recipe, quantize_static
-from kenosis_ort.flow import speed
+from kenosis_ort.flow import speed, timed_feeds
 from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise
@@ -166,16 +166,16 @@ FAR, NEAR = [decoder_feed(20, 0), decoder_feed(1, 20), decoder_feed(9, 0)], [dec
      [{"x": np.ones((1, 3, 8, 8), np.float32)}], (), [("", False, 1)], []),
 ])  # fmt: skip
 def test_lengths_that_a_model_is_timed_at(net, feeds, lengths, found, notes):
-    seen, told = speed.scenarios(planning.parse(net), feeds, lengths)
+    seen, told = timed_feeds.scenarios(planning.parse(net), feeds, lengths)
     assert [(s.name, s.few_rows, len(s.feeds)) for s in seen] == found
     assert told == notes
 
 
 def test_lengths_that_are_asked_for_are_made_of_the_samples():
-    found, _ = speed.scenarios(planning.parse(MASKED), [masked_feed(6)], (12, 1, 6))
+    found, _ = timed_feeds.scenarios(planning.parse(MASKED), [masked_feed(6)], (12, 1, 6))
     assert [s.feeds[0]["mask"].shape for s in found] == [(1, 1), (1, 6), (1, 12)]
     assert found[2].feeds[0]["ids"].tolist() == [[0, 1, 2, 3, 4, 5] * 2]
-    (one,), _ = speed.scenarios(planning.parse(DECODER), [decoder_feed(8, 5)], (2,))
+    (one,), _ = timed_feeds.scenarios(planning.parse(DECODER), [decoder_feed(8, 5)], (2,))
     shapes = {name: value.shape for name, value in one.feeds[0].items()}
     assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 7), "past": (1, 2, 5, 4)}
 

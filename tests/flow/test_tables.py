@@ -16,7 +16,7 @@ from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.flow.builder import Builder
-from kenosis_ort.flow.samples import RewrittenNet, following_table
+from kenosis_ort.flow.reused_tables import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import State, equalize_layers, smooth
 from tests import models, planning

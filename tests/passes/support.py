@@ -3,7 +3,8 @@
 import numpy as np
 from onnx import numpy_helper
 
-from kenosis_ort.passes.evaluator import Evaluator, Reference
+from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.reference import Reference
 from tests.flow.support import run
 
 

@@ -10,8 +10,9 @@ from kenosis_ort.accuracy.channel_statistics import certain_mean
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes import correct_biases, round_weights as rounding
+from kenosis_ort.passes.channel_means import FloatMeans
 from kenosis_ort.passes.contract import materialize
-from kenosis_ort.passes.correct_biases import FloatMeans, bias_shifts, chosen_feeds, with_biases, with_shifts
+from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts
 from kenosis_ort.passes.input_moments import Grid, InputMoments, descend, pass_on
 from kenosis_ort.passes.layers import bias_of, layers
 from kenosis_ort.runtime.counting import counted

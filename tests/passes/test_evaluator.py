@@ -11,7 +11,8 @@ from kenosis_ort.calibration.feeds import LEAST_FEEDS, Rows, Sample, split_feeds
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes import evaluator as evaluation
 from kenosis_ort.passes.contract import LEAST_HELD_OUT
-from kenosis_ort.passes.evaluator import Candidates, Reference, Score, least_ratio
+from kenosis_ort.passes.evaluator import Score, least_ratio
+from kenosis_ort.passes.reference import Candidates, Reference
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
 from tests import models
@@ -173,7 +174,7 @@ def test_a_candidate_is_loaded_once_and_run_once_on_a_sample():
 def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch):
     model = scaled(1.0)
     feeds, candidates = models.feeds(model, 3), Candidates()
-    monkeypatch.setattr("kenosis_ort.passes.evaluator._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
+    monkeypatch.setattr("kenosis_ort.passes.reference._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
     with counted() as counts:
         list(candidates.outputs(model, feeds))
         list(candidates.outputs(model, feeds))

@@ -1,0 +1,102 @@
+"""Checks of the files of a call: none that is written is read as well, and the written one loads in a fresh session."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from kenosis_ort.calibration.readers import source_files
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph import files
+from kenosis_ort.graph.files import external_files
+from kenosis_ort.runtime.session import open_session
+from kenosis_ort.storage.writing import check_apart, same_file
+from kenosis_ort.verify import check_bias_alignment
+
+_log = logging.getLogger(__name__)
+_REPORT = "report this as a bug, if you can with the model; recipe='plain' may avoid it"
+
+
+def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
+    """Checks the grids of all int32 biases.
+
+    Raises:
+        VerificationError: One is off.
+    """
+    problems = check_bias_alignment(quantized)
+    if problems and request.stock_reason is None:
+        what = f"{len(problems)} int32 biases are off their grid"
+        raise VerificationError(what, where=str(problems[0]), fix=_REPORT)
+
+
+def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
+    """Loads the written file in a fresh session; one that stock onnxruntime does not load is checked alone.
+
+    The runtime's load time grows with the square of the depth. A huge model that the fusion proof has loaded in
+    pieces is not loaded once more but checked for consistency; one without a proof is loaded unoptimized.
+
+    Args:
+        path: The file.
+        request: For the custom operators.
+        pieces: Into how many pieces the fusion proof cut the model; 0 without a proof of a huge model.
+
+    Raises:
+        VerificationError: The runtime refuses it.
+    """
+    if pieces <= 1 and request.target.loads_in_ort:
+        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
+        return
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
+        _log.info("not consistent to the letter: %s", error)
+        if not request.target.loads_in_ort:
+            raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
+        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
+
+
+OUTPUT = "the output"
+MODEL = "the float model"
+
+
+def check_files(
+    model: Path | None,
+    output: Path,
+    *,
+    cache: Path | None = None,
+    written: Sequence[tuple[str, Path]] = (),
+    read: Sequence[tuple[str, Path]] = (),
+    reader: Any = None,
+    in_place: bool = True,
+) -> None:
+    """Checks that no file to be written is one that is read, or written as something else.
+
+    Args:
+        model: The float model's file; None for a model in memory.
+        output: The quantized model.
+        cache: The calibration cache, which is read if it exists and written if not.
+        written: What else is written: what it is, and where.
+        read: What else is read.
+        reader: The calibration data reader; files that it is known to read are not written over.
+        in_place: Whether the output may take the float model's place, as stock's may.
+
+    Raises:
+        OutputError: Two are the same file.
+    """
+    outputs = [(OUTPUT, output), ("the output's external data", files.data_file(output)), *written]
+    inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
+    if cache is not None:
+        (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
+    if model is not None:
+        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
+        if in_place and same_file(model, output):
+            data = [file for file in data if not same_file(file, files.data_file(output))]
+            check_apart(outputs[1:], [(MODEL, model)])
+        else:
+            inputs.append((MODEL, model))
+        inputs += [("the float model's external data", file) for file in data]
+    check_apart(outputs, inputs)
