@@ -32,7 +32,7 @@ def run_script(argv: Sequence[str]) -> int:
         beside = [p.name for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
         _say(f"error: there is no script '{script}'.{did_you_mean(script.name, beside)} Fix: check the path")
         return ERROR
-    from kenosis_ort.clients.patching import patch
+    from kenosis_ort import patch
 
     before, path = sys.argv, list(sys.path)
     sys.argv = list(argv if module is None else argv[1:])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from kenosis_ort import api
+import kenosis_ort
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_reader
@@ -21,7 +21,7 @@ def convert(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``convert``."""
     model: Path = arguments.model
     out = arguments.out or model.with_name(f"{model.stem}.{arguments.to}.onnx")
-    conversion = api.convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
+    conversion = kenosis_ort.convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
     screen.result(conversion.to_dict, lambda: Text(str(conversion)))
 
 
@@ -42,7 +42,7 @@ def calibrate(arguments: argparse.Namespace, screen: Screen) -> None:
     method = arguments.calibrate_method
     settings = {} if method is None else {"calibrate_method": value_of("calibrate_method", method)}
     with executor(arguments, screen) as cluster, screen.progress("calibrating") as progress:
-        table = api.calibrate(
+        table = kenosis_ort.calibrate(
             arguments.model,
             arguments.table,
             reader,

@@ -73,7 +73,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> None:
     node, libraries = arguments.node, tuple(arguments.custom_op_libraries)
     wanted = {name: value for name in ("target", "host") if (value := getattr(arguments, name)) is not None}
     if arguments.times:
-        from kenosis_ort.api import layer_times
+        from kenosis_ort import layer_times
 
         reader = _reader(arguments, arguments.model)
         layers = layer_times(
@@ -110,7 +110,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> None:
 
 def _planned(model: Path, libraries: tuple[str, ...], target: str | None) -> list[evidence.Explanation]:
     """The nodes of the plan, and those of the file that it does not name, as preparation folded or rewrote them."""
-    from kenosis_ort.api import preview
+    from kenosis_ort import preview
 
     plan = preview(model, custom_op_libraries=libraries, **({} if target is None else {"target": target}))
     if not plan:
@@ -198,7 +198,7 @@ def compare(arguments: argparse.Namespace, screen: Screen) -> bool:
 
 def compare_targets(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``compare-targets``."""
-    from kenosis_ort.api import preview
+    from kenosis_ort import preview
 
     names = [get_target(name).name for name in arguments.target or TARGETS]
     plans = {name: preview(arguments.model, target=name) for name in dict.fromkeys(names)}

@@ -8,7 +8,7 @@ from onnx import TensorProto
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kenosis_ort.api import measure_host
+from kenosis_ort import measure_host
 from kenosis_ort.bench.benchmark import bench, render_bench
 from kenosis_ort.bench.doctor import Examination, examine
 from kenosis_ort.cli import flags

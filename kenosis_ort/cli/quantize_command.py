@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.api import preview, quantize_static
+from kenosis_ort import preview, quantize_static
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Parser

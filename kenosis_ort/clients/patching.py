@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from kenosis_ort import api
+import kenosis_ort
 from kenosis_ort.clients.calibrator import create_calibrator
 from kenosis_ort.clients.quantizer import QDQQuantizer
 from kenosis_ort.errors import OptionError, did_you_mean
@@ -34,7 +34,7 @@ _HOMES: Final[Mapping[str, str]] = {
 _OURS: Final = __name__.partition(".")[0]
 _OPTIONS: Final = tuple(
     name
-    for name, parameter in inspect.signature(api.quantize_static).parameters.items()
+    for name, parameter in inspect.signature(kenosis_ort.quantize_static).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 ) + tuple(KEYWORDS)
 
@@ -126,7 +126,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     """Stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
     stock = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
 
-    static = _counting("quantize", api.quantize, stock["quantize"])
+    static = _counting("quantize", kenosis_ort.quantize, stock["quantize"])
 
     @functools.wraps(stock["quantize"])
     def quantize(model_input: Any, model_output: Any, quant_config: Any) -> Any:
@@ -147,7 +147,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     Quantizer.__name__ = Quantizer.__qualname__ = QDQQuantizer.__name__
     Quantizer.__module__ = QDQQuantizer.__module__
     ours = {
-        "quantize_static": _counting("quantize_static", api.quantize_static, stock["quantize_static"]),
+        "quantize_static": _counting("quantize_static", kenosis_ort.quantize_static, stock["quantize_static"]),
         "quantize": quantize,
         "create_calibrator": _counting(
             "create_calibrator", create_calibrator, stock["create_calibrator"], takes_options=False

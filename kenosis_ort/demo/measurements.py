@@ -16,17 +16,13 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kenosis_ort import ArrayReader, FusionReport, QuantizationReport, bench, quantize_static, verify_fusion
 from kenosis_ort.accuracy.outputs import sqnr_db
-from kenosis_ort.api import quantize_static
-from kenosis_ort.bench.benchmark import bench
-from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.report.evidence import fusion_verdict
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import Form, render_fusion, table
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.verify import FusionReport, verify_fusion
 
 INPUT_NAME = "image"
 _PIXEL_MAX = np.float32(16)
