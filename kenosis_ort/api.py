@@ -273,7 +273,6 @@ def calibrate(
     table_path: Any,
     calibration_data_reader: Any = None,
     *,
-    resume: bool = False,
     keep_samples: bool = True,
     **options: Any,
 ) -> CalibrationTable:
@@ -289,21 +288,18 @@ def calibrate(
         model_input: As `quantize_static`.
         table_path: The file to write; it must not exist. Left out where no file is wanted.
         calibration_data_reader: As `quantize_static`, or `kenosis_ort.Shards`, or a list of what these are made of.
-        resume: What is done is kept beside the table from time to time, in a file of its name with ``.part`` behind it;
-            if there is one already, calibration goes on behind the samples that it holds, and it is removed at the end.
         keep_samples: The table holds up to 64 of the samples, as they are, in at most 64 MiB, for the passes that need
             data. Without, it holds statistics only; what needs samples is then left out, and the report says so, unless
             the reader is passed beside the table.
         options: Options of `quantize_static`; they have to be the same there.
 
     Raises:
-        KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
+        KenosisError: As `quantize_static`; nothing was written.
     """
     from kenosis_ort.calibration.readers import in_shards
     from kenosis_ort.flow.preview import calibrate_only
     from kenosis_ort.graph.files import check_destination
 
-    resume = flag("resume", resume)
     keep_samples = flag("keep_samples", keep_samples)
     path = None
     if calibration_data_reader is None:
@@ -316,10 +312,7 @@ def calibrate(
             )
         check_destination(path)
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
-    source = in_shards(calibration_data_reader)
-    if resume and path is None:
-        raise OptionError("resume needs a file to write", where="resume", fix="calibrate(model, table_path, data)")
-    return calibrate_only(model_input, request, source, keep_samples=keep_samples, resume=resume)
+    return calibrate_only(model_input, request, in_shards(calibration_data_reader), keep_samples=keep_samples)
 
 
 @last_gate

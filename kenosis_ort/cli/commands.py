@@ -268,7 +268,6 @@ samples, as they are, unless --no-samples leaves them out.
         (
             flags.path("model", "MODEL", "the float model"),
             flags.path("table", "TABLE", "the file to write"),
-            flags.switch("--resume", "keep what is done in TABLE.part, and go on with what is there"),
             flags.switch("--no-samples", "keep none of the data, as passes need it where no reader is left"),
             flags.FLAGS["calibrate_method"].changed(help="how ranges are found (default: minmax)"),
             flags.LIBRARIES,

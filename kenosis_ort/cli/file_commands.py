@@ -49,7 +49,6 @@ def calibrate(arguments: argparse.Namespace, screen: Screen) -> None:
             keep_samples=not arguments.no_samples,
             progress=progress,
             executor=cluster,
-            resume=arguments.resume,
             custom_op_libraries=arguments.custom_op_libraries,
             **settings,
         )

@@ -1,33 +1,23 @@
-"""Parts of a quantization on their own: the plan without data, the calibration table without a model, layers' times.
+"""Parts of a quantization on their own: the plan without data, the calibration table, times of layers."""
 
-Calibration piece by piece: what is done is kept on disk. Tables of pieces merge to the bit, so that it does not matter
-where a piece ends: a run that was killed goes on with the samples behind the last one that its checkpoint holds.
-"""
-
-import logging
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 import onnx
 
 from kenosis_ort.bench.harness import profile_in_fresh_sessions
 from kenosis_ort.calibration import readers
-from kenosis_ort.calibration.cached_samples import feed_digest
-from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
+from kenosis_ort.errors import warn_caller
 from kenosis_ort.flow import body_plans, calibrate, finish, improve, samples
 from kenosis_ort.flow.builder import draft, for_integers
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.fit import opened, with_open_defaults
-from kenosis_ort.flow.request import Progress, Request, calibration_config
+from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.passes.order import WEIGHT_PASSES
 from kenosis_ort.plan import PlacementPlan
@@ -73,11 +63,6 @@ def running_layers(
     return layer_times(fusion, {}, None, OpTimes((), times, threads, _RUNS))
 
 
-_log = logging.getLogger(__name__)
-_PIECE_S: Final = 30.0
-"""Seconds after which what is done is written."""
-
-
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """The plan as far as it needs no ranges; empty where stock's placement is used."""
     with _opened(source, request) as call:
@@ -88,7 +73,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
 
 
 def calibrate_only(
-    source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool, resume: bool = False
+    source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
 ) -> CalibrationTable:
     """Collects the statistics that quantization needs, and writes them to the request's cache path if it has one.
 
@@ -97,89 +82,12 @@ def calibrate_only(
         request: What the caller wants.
         reader: The data.
         keep_samples: Keep some of the samples in the table.
-        resume: Keep what is done beside the table, and go on with what is there; it has a cache path.
-
-    Raises:
-        CalibrationError, OptionError: As `_in_pieces`.
     """
-    path = request.cache_path
     with _opened(source, request) as call:
-        if resume and path is not None:
-            return _in_pieces(call, reader, path, keep_samples=keep_samples)
         table = _calibrated(call, reader, keep_samples=keep_samples)
-        if path is not None:
-            table.save(path)
+        if request.cache_path is not None:
+            table.save(request.cache_path)
         return table
-
-
-def _in_pieces(call: Call, reader: CalibrationDataReader, path: Path, *, keep_samples: bool) -> CalibrationTable:
-    """The table of all samples, collected some seconds at a time; the file beside it, ``.part``, becomes it in the end.
-
-    Raises:
-        CalibrationError: That file holds other samples than the reader begins with, or is of another model.
-        OptionError: A range depends on the order of all samples, which cannot be collected in pieces.
-    """
-    request, proto, part = call.request, call.loaded.proto, path.with_name(f"{path.name}.part")
-    if calibration_config(request).depends_on_order:
-        raise OptionError(
-            "a moving average depends on the order of all samples, and cannot be collected in pieces",
-            where="resume",
-            fix="leave out CalibMovingAverage and CalibStridedMinMax",
-        )
-
-    def refusal(why: str) -> CalibrationError:
-        return CalibrationError(
-            f"What an earlier calibration left cannot be gone on with: {why.rstrip('.')}.",
-            where=str(part),
-            fix="Delete the file, and calibrate from the beginning.",
-        )
-
-    inputs, defaults = input_specs(proto), meant_as_defaults(proto)
-    feeds = sample_feeds(readers.for_model(reader, chain(*inputs)))
-    # What is done, and the samples behind it.
-    done, counted = None, 0
-    if part.exists():
-        try:
-            done = CalibrationTable.load(part)
-        except CalibrationError as error:
-            raise refusal(f"it is damaged: {error.what}") from error
-        digest = 0
-        for number, feed in zip(range(done.samples), feeds, strict=False):
-            digest = (digest + feed_digest({**defaults, **check_feed(feed, *inputs, number)})) % 2**256
-        if f"{digest:064x}" != done.data_fingerprint:
-            raise refusal("it holds other samples than the reader begins with")
-        _log.info("%d samples are done already", done.samples)
-    # The others, piece by piece; no piece is empty.
-    for ahead in feeds:
-        if request.progress is not None:
-            call.request = replace(request, progress=partial(_count_on, request.progress, counted))
-        found = _calibrated(call, _for_a_while(chain([ahead], feeds)), keep_samples=keep_samples)
-        counted += found.samples
-        try:
-            done = found if done is None else done.merge(found)
-        except CalibrationError as error:
-            raise refusal(error.what) from error
-        done.save(part)
-        _log.info("%d samples are kept in %s", done.samples, part)
-    if done is None:
-        raise CalibrationError(
-            "No data is collected: the calibration data reader yields no sample.",
-            fix="Pass a reader that yields at least one feed; one that was read before has to be rewound.",
-        )
-    os.replace(part, path)
-    return done
-
-
-def _for_a_while(feeds: Iterable[Any]) -> Iterator[Any]:
-    begun = time.monotonic()
-    for feed in feeds:
-        yield feed
-        if time.monotonic() - begun >= _PIECE_S:
-            break
-
-
-def _count_on(progress: Progress, before: int, now: int, _: int | None) -> None:
-    progress(before + now, None)
 
 
 def _calibrated(call: Call, reader: CalibrationDataReader, *, keep_samples: bool) -> CalibrationTable:

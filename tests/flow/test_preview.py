@@ -1,4 +1,4 @@
-"""The plan, the times of layers and the calibration table without a model written; calibration piece by piece."""
+"""The plan, the times of layers and the calibration table without a model written."""
 
 import json
 
@@ -7,7 +7,6 @@ import pytest
 
 from kenosis_ort import CalibrationTable, calibrate, errors, layer_times, preview
 from kenosis_ort.cli import main as cli
-from kenosis_ort.flow import preview as flow_preview
 from tests import models, planning
 from tests.flow.support import quantized
 
@@ -79,48 +78,3 @@ def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_pat
     (few,) = json.loads(capsys.readouterr().out)
     assert few["path"] == "matrix product"
     assert few["measured_us"] > 0
-
-
-# ---- a killed run goes on behind its checkpoint ---------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch):
-    """Every sample is a piece of its own."""
-    monkeypatch.setattr(flow_preview, "_PIECE_S", 0.0)
-
-
-def ending(feeds, after, part):
-    yield from feeds[:after]
-    assert part.exists(), "what is done is written before the process may be killed"
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("after", [1, 4])
-def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path, after):
-    whole, path = calibrate(MODEL, FEEDS), tmp_path / "table.json"
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(MODEL, path, ending(FEEDS, after, tmp_path / "table.json.part"), resume=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["table.json.part"]
-    seen = []
-    table = calibrate(MODEL, path, models.FeedReader(FEEDS), resume=True, progress=lambda done, _: seen.append(done))
-    assert table.to_json() == whole.to_json() == path.read_text()
-    assert max(seen) == len(FEEDS) - after, "what was done is not run again"
-    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path):
-    path = tmp_path / "table.json"
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(MODEL, path, ending(FEEDS, 3, tmp_path / "table.json.part"), resume=True)
-    other = models.residual_block(seed=5), FEEDS, r"cannot be gone on with.*different models"
-    for model, feeds, text in ((MODEL, FEEDS[::-1], "other samples"), other, (MODEL, FEEDS, "damaged")):
-        if text == "damaged":
-            (tmp_path / "table.json.part").write_text("{")
-        with pytest.raises(errors.CalibrationError, match=text):
-            calibrate(model, path, feeds, resume=True)
-    assert not path.exists()
-    with pytest.raises(errors.OptionError, match="needs a file"):
-        calibrate(MODEL, FEEDS, resume=True)
-    with pytest.raises(errors.OptionError, match="order of all samples"):
-        calibrate(MODEL, tmp_path / "t", FEEDS, resume=True, extra_options={"CalibMovingAverage": True})

@@ -359,6 +359,6 @@ def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monke
     loaded = Mock(wraps=model_files.read_external_data)
     monkeypatch.setattr(model_files, "read_external_data", loaded)
     assert kenosis_ort.calibrate(path, reader(feeds(3))).to_json() == held
-    assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3)), resume=True).samples == 3
+    assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3))).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes
     assert [outside.refers_outside(call.args[0]) for call in loaded.call_args_list] == [True] * 3
