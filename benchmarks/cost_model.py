@@ -38,7 +38,7 @@ from rewrites import NETS as REWRITTEN, images
 
 import kenosis_ort
 from kenosis_ort.api import _previewed
-from kenosis_ort.bench.harness import profile_ops
+from kenosis_ort.bench.kernel_times import profile_ops
 from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.fit import fitted
 from kenosis_ort.graph.load import load_model

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort.calibration.collector import Points, collect
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView

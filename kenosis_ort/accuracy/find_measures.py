@@ -18,8 +18,9 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy import measures as found_by
+from kenosis_ort.accuracy.detections import BoxLayout, DetectionF1
 from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, product
-from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap, Measure, without_ones
+from kenosis_ort.accuracy.measures import THRESHOLD, ClassAgreement, ClassOverlap, Measure, without_ones
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares
@@ -61,7 +62,7 @@ def find_measures(
     alone = len(arrays) == 1  # a head of boxes and scores has more than one thing behind it
     layout = _layout({n: found for n, found in arrays.items() if not (alone and producers[n] <= _SOFTMAX | _YES_NO)})
     if layout is not None:
-        return (found_by.DetectionF1(layout),)
+        return (DetectionF1(layout),)
     decided = [_decision(n, found, producers[n], shapes) for n, found in arrays.items() if n not in again]
     measures = tuple(measure for measure in decided if measure is not None)
     return measures or tuple(found_by.RelativeError(name) for name, found in arrays.items() if _varies(found))

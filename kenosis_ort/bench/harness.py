@@ -1,4 +1,4 @@
-"""Models to be timed, paired timings in rounds and blocks, and their comparison: a ratio, its noise and a verdict.
+"""Paired timings of models in rounds and blocks, and their comparison: a ratio, its noise and a verdict.
 
 In a round every model gets a fresh runner and one block:
 warm-up, then timed runs. The order within a round is random, so a slow drift of the machine hits all alike, and the
@@ -11,40 +11,25 @@ sign test turned around): of n sorted observations the k-th and the (n + 1 - k)-
 than k of n fall on one side of it, which happens with probability ``2 * P(Binomial(n, 1/2) < k)``. It supposes nothing
 about the shape of the noise, needs no random numbers, and exchanging the two series or scaling both changes nothing but
 the sign. Source: Thompson, "On confidence ranges for the median", Annals of Mathematical Statistics 7 (1936), 122-128.
-
-Times by operator come from the runtime's own profile, by nodes of the given model.
 """
 
-from __future__ import annotations
-
-import json
 import logging
 import math
-import os
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnxruntime as ort
 
-from kenosis_ort.calibration.feeds import Feed, InputSpec, check_feed
-from kenosis_ort.errors import CalibrationError, KenosisError, ModelLoadError, OptionError, VerificationError
-from kenosis_ort.graph.files import external_files, uses_external_data
-from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
-from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.report.evidence import OpTime
-from kenosis_ort.runtime.session import TENSOR_TYPES, Runner, Session, open_session, openable, session_options
-from kenosis_ort.storage.writing import Scratch, regular
+from kenosis_ort.calibration.feeds import Feed
+from kenosis_ort.errors import KenosisError
+from kenosis_ort.runtime.session import Runner
 
 CONFIDENCE: Final = 0.95
 MARGIN: Final = 1.02
@@ -282,291 +267,3 @@ def _time_block(open_one: Callable[[], Runner], feed: Feed, schedule: Schedule, 
         now = clock()
         runs.append(now - start)
     return Block(load, np.asarray(runs))
-
-
-# ---- the models and their feeds -------------------------------------------------------------------------------------
-
-ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
-Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
-
-_ORT_FORMAT = b"ORTM"
-
-
-def opened(source: ModelSource, folder: Path, name: str) -> str | bytes:
-    """Model in the form that the runtime opens: the path itself, or bytes.
-
-    Args:
-        source: As the caller gave it.
-        folder: A folder of the model's own, for one in memory that is too large for bytes.
-        name: What errors call it.
-
-    Raises:
-        ModelLoadError: The path leads to no file, or a ModelProto refers to external data.
-    """
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, onnx.ModelProto):
-        if uses_external_data(source):
-            raise ModelLoadError(
-                "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
-                where=name,
-                fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return openable(source, folder)
-    path = Path(source)
-    if not path.is_file():
-        what = "The model path is a folder." if path.is_dir() else "The model file does not exist."
-        raise ModelLoadError(what, where=str(path), fix="Check the path.")
-    return str(path)
-
-
-def named_models(models: Models) -> dict[str, ModelSource]:
-    """The models by name: keys of a mapping, file names, or their place in the sequence.
-
-    Raises:
-        OptionError: There is none, or one is of a type that is no model.
-    """
-    if isinstance(models, Mapping):
-        named = {str(name): source for name, source in models.items()}
-    else:
-        sources = [models] if isinstance(models, (str, bytes, os.PathLike, onnx.ModelProto)) else list(models)
-        named = dict(zip(_names(sources), sources, strict=True))
-    if not named:
-        raise OptionError("there is no model to time", where="models", fix="give at least one model")
-    for name, source in named.items():
-        if not isinstance(source, (str, bytes, os.PathLike, onnx.ModelProto)):
-            kind = type(source).__name__
-            fix = "give paths, bytes or onnx.ModelProto objects"
-            raise OptionError(f"a model cannot be a {kind}", where=name, fix=fix)
-    return named
-
-
-def size_of(opened: str | bytes) -> int:
-    """The bytes of a model that the runtime has loaded: the file and its files of external data."""
-    if isinstance(opened, bytes):
-        return len(opened)
-    path = Path(opened)
-    size = path.stat().st_size
-    with regular(path).open("rb") as file:
-        if file.read(8)[4:] == _ORT_FORMAT:
-            return size
-    return size + sum(data.stat().st_size for data in external_files(path))
-
-
-def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
-    """Yields file names, whole paths where two files have the same name, and numbers where even those are equal."""
-    paths = [os.fspath(s) if isinstance(s, (str, os.PathLike)) else None for s in sources]
-    file_names = Counter(Path(p).name for p in {p for p in paths if p is not None})
-    used: Counter[str] = Counter()
-    for number, path in enumerate(paths, 1):
-        name = f"model {number}" if path is None else Path(path).name
-        if path is not None and file_names[name] > 1:
-            name = str(path)
-        used[name] += 1
-        yield name if used[name] == 1 else f"{name} ({used[name]})"
-
-
-Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
-"""Inputs of a model: those that must be fed, and those with a default value."""
-
-
-def declared_inputs(session: ort.InferenceSession) -> Inputs:
-    """The inputs of a model as its session declares them."""
-    required, optional = session.get_inputs(), session.get_overridable_initializers()
-    return tuple(map(_spec, required)), tuple(map(_spec, optional))
-
-
-def _spec(declared: Any) -> InputSpec:
-    kind = TENSOR_TYPES.get(declared.type, onnx.TensorProto.STRING)
-    dtype = None if kind == onnx.TensorProto.STRING else np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind))
-    # A session does not tell a scalar from a tensor of any rank: both have an empty shape.
-    return InputSpec(declared.name, dtype, tuple(declared.shape) or None)
-
-
-def check_same(inputs: Mapping[str, Inputs]) -> None:
-    """Checks that all models take the inputs of the first one.
-
-    Raises:
-        OptionError: A name or a type differs.
-    """
-    listed = {name: {(spec.name, spec.dtype) for spec in required} for name, (required, _) in inputs.items()}
-    texts = {
-        name: ", ".join(f"{spec.name} {spec.dtype or 'no numbers'}" for spec in required) or "none"
-        for name, (required, _) in inputs.items()
-    }
-    first = next(iter(inputs))
-    for name, taken in listed.items():
-        if taken != listed[first]:
-            raise OptionError(
-                f"the models take different inputs: {texts[first]} for '{first}', {texts[name]} for '{name}'",
-                where=name,
-                fix="compare models that take the same inputs",
-            )
-
-
-def checked(feeds: Iterable[Feed], name: str, inputs: Inputs) -> list[dict[str, Any]]:
-    """Feeds that a model takes, with arrays as the runtime takes them without a copy.
-
-    Raises:
-        CalibrationError: A name, type or shape is wrong; the message names model, input, expected and got.
-    """
-    found = []
-    for number, feed in enumerate(feeds):
-        try:
-            arrays = check_feed(feed, *inputs, number)
-        except CalibrationError as error:
-            raise CalibrationError(error.what, where=f"{error.where}, model '{name}'", fix=error.fix) from error
-        found.append({k: np.asarray(v, order="C") if isinstance(v, np.ndarray) else v for k, v in arrays.items()})
-    return found
-
-
-_KERNEL: Final = "_kernel_time"
-_NCHWC: Final = "_nchwc"
-_CHAIN_LIMIT: Final = 4  # nodes that the runtime merges behind a layout-optimized kernel
-
-
-def profile_ops(
-    model: ModelSource,
-    feeds: Iterable[Mapping[str, Any]],
-    *,
-    threads: int = 1,
-    runs: int = 10,
-    warmup: int = 2,
-    budget_s: float = 10.0,
-    quantile: float = 0.5,
-    custom_op_libraries: Sequence[str] = (),
-) -> tuple[OpTime, ...]:
-    """The time of every kernel of a model, in the order they first run.
-
-    Profiling itself costs about a microsecond a kernel, so the times of very small kernels, and their sum, are a
-    little high; to compare models as wholes use `kenosis_ort.bench`.
-
-    Args:
-        model: Path, serialized model or ModelProto; not changed.
-        feeds: Arrays by input name; the runs take turns through them.
-        threads: Threads of the session; 0 for the runtime's own choice.
-        runs: Timed runs at most; one is made in any case.
-        warmup: Runs before them that do not count.
-        budget_s: Seconds that warm-up and timed runs may take, give or take one.
-        quantile: Which of the times of a kernel is reported, from the least (0) to the largest (1).
-        custom_op_libraries: Libraries with custom operators to register.
-
-    Returns:
-        One entry per kernel, with its median time (or another ``quantile``) over the runs; a kernel inside the body of
-        a control-flow node over all the times it ran.
-
-    Raises:
-        VerificationError: The model does not load or run.
-        CalibrationError: There is no feed.
-    """
-    samples = [dict(feed) for feed in feeds]
-    if not samples:
-        raise CalibrationError("there is no feed to profile with", fix="give at least one feed")
-    with Scratch("profile") as scratch:
-        opened, graph = _tagged(model, scratch)
-        options = session_options(threads=threads, spinning=True)
-        options.enable_profiling = True
-        options.profile_file_prefix = str(scratch / "ort")
-        session = open_session(opened, options=options, custom_op_libraries=custom_op_libraries)
-        timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
-        events = _events(session.end_profiling())
-    taken: dict[str, list[float]] = defaultdict(list)
-    kernels: dict[str, str] = {}
-    for event in events:
-        name = str(event["name"]).removesuffix(_KERNEL)
-        taken[name].append(float(event["dur"]) / 1e3)
-        kernels[name] = str(event.get("args", {}).get("op_name", ""))
-    found = []
-    for name, times in taken.items():
-        counted = times[warmup * len(times) // (warmup + timed) :]
-        found.append(OpTime(*_source_of(name, kernels[name], graph), kernels[name], _quantile(counted, quantile)))
-    return tuple(found)
-
-
-def profile_in_fresh_sessions(
-    model: ModelSource, feeds: Sequence[Mapping[str, Any]], *, sessions: int = 3, budget_s: float = 10.0, **how: Any
-) -> tuple[OpTime, ...]:
-    """Result of `profile_ops`, median over sessions: memory is allocated anew in each, and so times differ.
-
-    Args:
-        model: As for `profile_ops`.
-        feeds: As there.
-        sessions: How many.
-        budget_s: Seconds that all of their runs may take together.
-        how: Further arguments of `profile_ops`.
-    """
-    found = [profile_ops(model, feeds, budget_s=budget_s / sessions, **how) for _ in range(sessions)]
-    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for taken in found:
-        for key, op in _by_name(taken):
-            times[key].append(op.milliseconds)
-    return tuple(replace(op, milliseconds=statistics.median(times[key])) for key, op in _by_name(found[0]))
-
-
-def _by_name(taken: Iterable[OpTime]) -> Iterator[tuple[tuple[str, str, int], OpTime]]:
-    """Yields kernels of one session with a unique key: node, kernel, and its number among equal ones."""
-    seen = Counter[tuple[str, str]]()
-    for op in taken:
-        seen[op.node, op.kernel] += 1
-        yield (op.node, op.kernel, seen[op.node, op.kernel]), op
-
-
-def _quantile(times: Sequence[float], share: float) -> float:
-    if share == 0.5:
-        return statistics.median(times)
-    return sorted(times)[min(int(share * len(times)), len(times) - 1)]
-
-
-def _tagged(model: ModelSource, folder: Path) -> tuple[str | bytes, SourceGraph]:
-    """Model that the runtime opens, with nodes named by tokens, and its index."""
-    if isinstance(model, bytes):
-        model = parse_model(model)
-    elif not isinstance(model, onnx.ModelProto):
-        model = load_model(model, ask_runtime=False).proto
-    copy = tag(model)
-    return openable(copy.proto, folder), SourceGraph(copy.proto, labels=copy.labels)
-
-
-def _source_of(name: str, kernel: str, graph: SourceGraph) -> tuple[str, str]:
-    """The name and the operator type of a kernel's source node; of one without its own name and type.
-
-    The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that the
-    kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
-    """
-    token = token_of(name)
-    node = graph.producer.get(name.removesuffix(_NCHWC)) if token is None else graph.nodes[token]
-    if token is None:
-        above = node
-        for _ in range(_CHAIN_LIMIT):
-            if above is not None and above.proto.op_type == base_op(kernel):
-                node = above
-                break
-            above = None if above is None else graph.producer.get(next(iter(above.proto.input), ""))
-    return (name, kernel) if node is None else (node.label, node.proto.op_type)
-
-
-def _run(session: Session, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float) -> int:
-    """Runs the model; returns the number of runs that count."""
-    end = time.perf_counter() + budget_s
-    for index in range(warmup + runs):
-        if index > warmup and time.perf_counter() > end:
-            return index - warmup
-        feed = feeds[index % len(feeds)]
-        try:
-            session.run(None, {name: array for name, array in feed.items() if name in session.inputs})
-        except Exception as error:  # as above
-            raise VerificationError(
-                f"the runtime refuses a feed: {' '.join(str(error).split())[:400]}",
-                fix="check names, shapes and types of the feeds",
-            ) from error
-    return runs
-
-
-def _events(profile: str) -> list[dict[str, Any]]:
-    """The kernels' events of a profile."""
-    events = json.loads(Path(profile).read_text(encoding="utf-8"))
-    return [event for event in events if event.get("cat") == "Node" and str(event.get("name", "")).endswith(_KERNEL)]
-
-
-_log = logging.getLogger(__name__)

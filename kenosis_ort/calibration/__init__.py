@@ -3,7 +3,7 @@
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import sample_feeds
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 
 __all__ = [

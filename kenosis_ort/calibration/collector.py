@@ -12,11 +12,13 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration import feeds as sources, part_session
-from kenosis_ort.calibration.accumulators import Array, Collector, Functions, SeenAs, functions_of, unions_of, united
+from kenosis_ort.calibration.accumulators import Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
+from kenosis_ort.calibration.derived import Array, Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import Feed, Part, Sample
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.parts import StagedModel
-from kenosis_ort.calibration.statistics import CalibrationConfig, TensorStatistics
+from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order

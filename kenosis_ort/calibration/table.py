@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kenosis_ort.calibration.cached_samples import CachedSamples, pack_samples, unpack_samples
-from kenosis_ort.calibration.statistics import HALF, CalibrationConfig, ChannelRange, Histogram, TensorStatistics
+from kenosis_ort.calibration.methods import CalibrationConfig, distribution_moments, range_of
+from kenosis_ort.calibration.statistics import HALF, ChannelRange, Histogram, TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError, OutputError, did_you_mean
 from kenosis_ort.storage.writing import regular, write_text
 
@@ -96,7 +97,7 @@ class CalibrationTable:
             CalibrationError: The tensor was not observed.
         """
         if name not in self._ranges:
-            self._ranges[name] = self._statistics(name).range(self.config, name)
+            self._ranges[name] = range_of(self._statistics(name), self.config, name)
         return self._ranges[name]
 
     def _statistics(self, name: str) -> TensorStatistics:
@@ -266,11 +267,9 @@ def _stock_fields(table: CalibrationTable, name: str) -> dict[str, np.ndarray[An
     shape = (1,) if table.method == "minmax" else ()
     out: dict[str, np.ndarray[Any, Any]] = {}
     if table.method == "distribution" and statistics.histogram is not None:
-        moments = statistics.moments(table.config, name)
-        out["avg"] = np.array(moments.mean, dtype)
-        out["std"] = np.array(moments.std, dtype)
-        out["hist"] = moments.counts
-        out["hist_edges"] = moments.edges.astype(dtype)
+        moments = distribution_moments(statistics.histogram, statistics.low, statistics.high, table.config)
+        out["avg"], out["std"] = (np.array(moment, dtype) for moment in moments[:2])
+        out["hist"], out["hist_edges"] = moments[2], moments[3].astype(dtype)
     out["lowest"] = np.full(shape, low, dtype)
     out["highest"] = np.full(shape, high, dtype)
     return out

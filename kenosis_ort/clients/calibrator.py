@@ -2,7 +2,7 @@
 
 The objects are stock's own, augmented file and all, so that code that reads them finds what it expects. Only the data
 takes another way: one sample at a time through statistics that do not grow, where stock holds the results of all
-samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.statistics` explains.
+samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.methods` explains.
 """
 
 import logging
@@ -27,7 +27,7 @@ from onnxruntime.quantization.calibrate import (
 )
 
 from kenosis_ort.calibration.collector import Points, Sweep
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, warn_caller
 from kenosis_ort.graph.outside import copy_model

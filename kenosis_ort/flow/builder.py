@@ -16,7 +16,7 @@ from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.estimators import fitted_to_widths
 from kenosis_ort.calibration.feeds import Feed
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
 from kenosis_ort.flow import preparation

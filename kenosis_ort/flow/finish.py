@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.accuracy.side_by_side import compare_layers
-from kenosis_ort.bench.harness import profile_in_fresh_sessions
+from kenosis_ort.bench.kernel_times import profile_in_fresh_sessions
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow.call import REWRITTEN_ABSOLUTE, REWRITTEN_DB, Call

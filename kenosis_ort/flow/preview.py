@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.bench.harness import profile_in_fresh_sessions
+from kenosis_ort.bench.kernel_times import profile_in_fresh_sessions
 from kenosis_ort.calibration import readers
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable

@@ -13,7 +13,7 @@ import onnx
 from kenosis_ort import options
 from kenosis_ort.accuracy.metric import CheckedMetric
 from kenosis_ort.calibration import cached_samples
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners

@@ -21,7 +21,8 @@ from typing import Any
 import onnx
 
 from kenosis_ort.calibration import cached_samples
-from kenosis_ort.calibration.statistics import CalibrationConfig, Rescaling, TensorStatistics
+from kenosis_ort.calibration.methods import CalibrationConfig
+from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.samples import KeepingReader

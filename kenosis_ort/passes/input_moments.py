@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.parts import StagedModel
-from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import ir

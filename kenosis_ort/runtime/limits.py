@@ -15,7 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state
 
 from kenosis_ort.runtime.counting import count
 from kenosis_ort.runtime.machine import at_hand
-from kenosis_ort.storage.cache import keep, recall
+from kenosis_ort.storage.writing import keep, recall
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort.accuracy import find_measures, measures
+from kenosis_ort.accuracy import detections, find_measures, measures
 from kenosis_ort.accuracy.error import quantile
 
 
@@ -45,7 +45,7 @@ CASES = [
     (measures.YesOrNo("y"), _scores(1, 1, into=sigmoid)), (measures.SameTokens("y"), _ids),
     (measures.MaskOverlap("y"), _scores(1, 1, 9, 9, into=sigmoid)),
     (measures.ClassOverlap("y", 1, 4), _scores(1, 4, 8, 8, into=lambda x: softmax(x, 1))),
-    (measures.DetectionF1(measures.BoxLayout("y", "s", score_columns=(0, 1, 2))), _boxes),
+    (detections.DetectionF1(detections.BoxLayout("y", "s", score_columns=(0, 1, 2))), _boxes),
     (measures.RelativeError("y"), _scores(2, 5)),
 ]  # fmt: skip
 by_measure = pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_noise_costs(measure, make):
 def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure, make):
     reference = _outputs(make, 5, 0.0, 3)
     spoilt = [lambda x: np.full_like(x, np.nan) if x.dtype.kind == "f" else x + 1]
-    if not isinstance(measure, measures.DetectionF1):  # boxes without scores are no output of any model
+    if not isinstance(measure, detections.DetectionF1):  # boxes without scores are no output of any model
         spoilt.append(lambda x: x[:, :0] if x.ndim < 4 else x[:, :, :0])
     for spoil in spoilt:
         outputs = [{name: spoil(value) for name, value in entry.items()} for entry in reference]
@@ -140,24 +140,24 @@ def test_the_output_that_lost_most_speaks():
 
 
 def test_boxes_are_matched_by_class_and_overlap():
-    layout = measures.BoxLayout("boxes", "scores", label="labels")
+    layout = detections.BoxLayout("boxes", "scores", label="labels")
     boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [50, 50, 60, 60.0]])[None]
     one = {"boxes": boxes, "scores": np.array([[0.9, 0.8, 0.7]]), "labels": np.array([[1, 1, 2]])}
-    f1 = measures.DetectionF1(layout)
+    f1 = detections.DetectionF1(layout)
     assert f1.sums(one, one).tolist() == [4.0, 4.0]  # the second box is the first again
     other = {**one, "labels": np.array([[1, 1, 3]])}
     assert f1.sums(other, one).tolist() == [2.0, 4.0]
     assert f1.value(np.array([0.0, 0.0])) == 1.0
-    assert measures.overlaps(boxes[0], boxes[0]).diagonal() == pytest.approx(1.0)
-    assert measures.overlaps(boxes[0], boxes[0])[0, 2] == 0.0
+    assert detections.overlaps(boxes[0], boxes[0]).diagonal() == pytest.approx(1.0)
+    assert detections.overlaps(boxes[0], boxes[0])[0, 2] == 0.0
 
 
 def test_centers_columns_and_transposed_heads_are_the_same_boxes():
     corners = np.array([[10, 10, 30, 50], [60, 20, 80, 30.0]])
     centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
     head = np.concatenate([centers, np.array([[0.9, 0.1], [0.2, 0.8]])], axis=1)[None]
-    straight = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5))
-    turned = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
+    straight = detections.BoxLayout("y", "y", corners=False, score_columns=(4, 5))
+    turned = detections.BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
     assert straight.boxes_of({"y": head})[0] == pytest.approx(corners)
     assert turned.boxes_of({"y": head.swapaxes(1, 2)})[0] == pytest.approx(corners)
     assert straight.scores_of({"y": head})[1].tolist() == [[0, 1]]

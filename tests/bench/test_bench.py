@@ -14,6 +14,7 @@ import kenosis_ort
 from kenosis_ort import CalibrationError, OptionError, VerificationError
 from kenosis_ort.bench import doctor, harness
 from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
+from kenosis_ort.bench.kernel_times import profile_ops
 from kenosis_ort.flow.finish import with_measurements
 from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
@@ -143,16 +144,16 @@ def test_every_conv_is_timed_once_under_its_own_name(tmp_path):
     few, before = feeds(model, 2), model.SerializeToString()
     onnx.save(model, tmp_path / "m.onnx")
     for source in (model, before, tmp_path / "m.onnx"):
-        times = harness.profile_ops(source, few, runs=3)
+        times = profile_ops(source, few, runs=3)
         assert sorted(t.node for t in times if t.op_type == "Conv") == ["conv1", "conv2", "stem"]
         assert all(t.milliseconds >= 0 for t in times)
     assert model.SerializeToString() == before
-    assert harness.profile_ops(model, few, runs=50, budget_s=0.0), "at least one run counts"
+    assert profile_ops(model, few, runs=50, budget_s=0.0), "at least one run counts"
 
 
 def test_kernels_behind_and_inside_a_body_are_told_by_their_nodes():
     model = net_with_if()
-    told = {t.node: t.op_type for t in harness.profile_ops(model, feeds(model, 1), runs=1)}
+    told = {t.node: t.op_type for t in profile_ops(model, feeds(model, 1), runs=1)}
     nodes = {n.name: n.op_type for n in model.graph.node} | {"then_tanh": "Tanh", "else_neg": "Neg"}
     assert {name: nodes[name] for name in told if name in nodes} == {n: op for n, op in told.items() if n in nodes}
     assert {"conv0", "conv1", "else_neg"} <= set(told)
@@ -165,7 +166,7 @@ def test_wrong_feeds_and_none_are_errors():
         (WITHOUT_KERNEL, DATA[:1], VerificationError, "does not load"),
     ):
         with pytest.raises(kind, match=text):
-            harness.profile_ops(model, given)
+            profile_ops(model, given)
 
 
 def test_evidence_of_a_net_with_a_body(tmp_path):

@@ -9,7 +9,8 @@ import numpy.testing as npt
 import onnx
 from onnxruntime.quantization import CalibrationMethod
 
-from kenosis_ort.calibration import CalibrationConfig, Points, accumulators, collect
+from kenosis_ort.calibration import CalibrationConfig, Points, collect
+from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
 from tests.clients.support import ranges
 from tests.models import FeedReader
 from tests.planning import parse
@@ -63,10 +64,10 @@ def same_as_stock(model, samples, method="MinMax", *, stride=None, threads=1, er
 
 def histogram_of(*parts):
     """The histogram of all elements, added part by part."""
-    builder = accumulators.HistogramBuilder()
+    builder = HistogramBuilder()
     for part in parts:
         if part.size:
-            builder.add(part, accumulators.extremes(part))
+            builder.add(part, extremes(part))
     return builder.finish()
 
 

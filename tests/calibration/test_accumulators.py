@@ -5,20 +5,17 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kenosis_ort.calibration import (
-    CalibrationConfig,
-    accumulators,
-    collector,
-)
+from kenosis_ort.calibration import CalibrationConfig, collector
 from kenosis_ort.calibration.accumulators import (
+    BLOCK,
+    WHOLE_BELOW,
     Accumulator,
     Collector,
-    Function,
     exponent_of,
     extremes,
     extremes_and_some,
-    unions_of,
 )
+from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.statistics import HALF, Extremes, Histogram
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
@@ -46,7 +43,7 @@ def test_channels_and_the_whole(shape, axis, config):
     np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
     np.testing.assert_array_equal(found.channels.high, data.max(axis=over))
     assert (found.low, found.high, found.count) == (data.min(), data.max(), data.size)
-    if found.histogram is not None and data[0].size < accumulators.WHOLE_BELOW:
+    if found.histogram is not None and data[0].size < WHOLE_BELOW:
         assert found.histogram == build(data)
 
 
@@ -69,7 +66,7 @@ def test_all_channels_and_places_are_picked_alike(shape):
     histogram = statistics.histogram
     assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
     assert data.size / 20 < histogram.total <= data.size / 5 + 1
-    assert data.size >= accumulators.WHOLE_BELOW
+    assert data.size >= WHOLE_BELOW
     share = 1 - histogram.cumulative_at(np.array([50.0]))[0] / histogram.total
     assert share == pytest.approx(1 / shape[-1], rel=0.1)
 
@@ -145,7 +142,7 @@ def test_counts_are_checked_and_frozen():
 
 
 def arrays():
-    flat = st.integers(1, 3 * accumulators.BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
+    flat = st.integers(1, 3 * BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
     return st.builds(np.asarray, flat, st.sampled_from([np.float16, np.float32]))
 
 

@@ -10,7 +10,8 @@ from kenosis_ort import errors, plan
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends
 from kenosis_ort.calibration.estimators import estimates, least_error_range, sketch
-from kenosis_ort.calibration.statistics import TensorStatistics, _divergence, entropy_range
+from kenosis_ort.calibration.methods import _divergence, entropy_range
+from kenosis_ort.calibration.statistics import TensorStatistics
 from tests import models
 from tests.calibration.support import histogram_of, one_node_model, random_feeds, same_as_stock, stock, swept
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kenosis_ort import CalibrationTable, Shards, calibrate, errors, quantize_static
-from kenosis_ort.calibration import accumulators, statistics
+from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
+from kenosis_ort.calibration.statistics import Extremes
 from kenosis_ort.cluster.client import versions
 from tests.cluster import shards_of
 from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, feeds
@@ -45,11 +46,11 @@ def test_shards_make_the_table_of_one_reader(tmp_path):
 def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign):
     edges = (sign * np.arange(1, 40) / 4).astype(np.float32)  # of the bins of 700
     beside = np.concatenate([edges - np.float32(distance) for distance in (-3e-5, -1e-7, 0, 1e-7, 3e-5)])
-    few, many = accumulators.HistogramBuilder(), accumulators.HistogramBuilder()
-    few.add(beside, accumulators.extremes(beside))
-    many.add(beside, statistics.Extremes(-700.0, 700.0, 2))
-    far = accumulators.HistogramBuilder()
-    far.add(beside[:0], statistics.Extremes(-700.0, 700.0, 2))
+    few, many = HistogramBuilder(), HistogramBuilder()
+    few.add(beside, extremes(beside))
+    many.add(beside, Extremes(-700.0, 700.0, 2))
+    far = HistogramBuilder()
+    far.add(beside[:0], Extremes(-700.0, 700.0, 2))
     assert few.finish().merge(far.finish()) == many.finish()
 
 

@@ -15,7 +15,7 @@ from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.accuracy.side_by_side import ChannelSums, compare_layers
 from kenosis_ort.accuracy.value_grids import ValueGrid, read_grids
 from kenosis_ort.calibration.collector import Points, collect
-from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.report.comparison import Comparison, TensorComparison, advise, compare
 from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models, planning

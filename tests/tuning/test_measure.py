@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from kenosis_ort import HostProfile, OptionError, Speed, measure_host
 from kenosis_ort.api import _previewed
-from kenosis_ort.bench.harness import profile_ops
+from kenosis_ort.bench.kernel_times import profile_ops
 from kenosis_ort.cli.main import main
 from kenosis_ort.flow.target_options import with_own_profile
 from kenosis_ort.runtime.machine import machine

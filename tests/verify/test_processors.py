@@ -10,8 +10,8 @@ from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, q
 
 from kenosis_ort import CalibrationError, Stages, UnsupportedModelError, convert, verify_fusion
 from kenosis_ort.cli.main import main
+from kenosis_ort.clipping import ClippingSimulation, clipping_loss
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.verify import ClippingSimulation, clipping_loss
 from tests import models
 from tests.flow.support import quantized, run
 from tests.planning import parse
