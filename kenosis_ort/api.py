@@ -390,7 +390,7 @@ def layer_times(
     from kenosis_ort.calibration.feeds import sample_feeds
     from kenosis_ort.calibration.synthetic.reader import SyntheticReader
     from kenosis_ort.flow.preview import planned_layers, running_layers
-    from kenosis_ort.graph.load import summarize
+    from kenosis_ort.graph.summary import summarize
 
     request = _previewed(model, options)
     if summarize(model).is_float:

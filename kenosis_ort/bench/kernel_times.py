@@ -13,8 +13,9 @@ import onnx
 
 from kenosis_ort.bench.sources import ModelSource
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
-from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.constants import base_op
+from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.qdq import SourceGraph, tag, token_of
 from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.runtime.session import Session, open_session, openable, session_options
 from kenosis_ort.storage.writing import Scratch

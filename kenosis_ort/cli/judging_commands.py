@@ -19,7 +19,8 @@ from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.load import ModelSummary, load_model, summarize
+from kenosis_ort.graph.load import load_model
+from kenosis_ort.graph.summary import ModelSummary, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
 from kenosis_ort.report import evidence
 from kenosis_ort.report.text import Form, make_facts, render_fusion, render_layers, table

@@ -15,12 +15,12 @@ from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.options import EXPORT_FORMATS, KEYWORDS, UNSET, OptionChoice, Placement, Speed, Stages, Unset
 from kenosis_ort.passes.recipe import resolve_recipe
 from kenosis_ort.passes.smooth import DEFAULT_ALPHA
+from kenosis_ort.quantizer.fusion_aware import check_installed
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
     CalibrationMethod,
     QuantFormat,
     QuantType,
-    check_installed,
     check_static_quant_arguments,
 )
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, USUAL_FORMS

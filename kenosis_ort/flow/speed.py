@@ -29,7 +29,8 @@ from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.journal import Journal
 from kenosis_ort.passes.recipe import SpeedChoice
-from kenosis_ort.placement.cost import NetCosts, choose_regions
+from kenosis_ort.placement.cost import NetCosts
+from kenosis_ort.placement.regions import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.machine import machine

@@ -126,6 +126,23 @@ LAYOUT: Final = having(Is.MOVE) - {"DepthToSpace", "Dropout", "SpaceToDepth"}
 """Flatten, Identity, Reshape, Squeeze, Transpose, Unsqueeze."""
 
 
+# Source operator that a kernel executes, where the names differ by more than a prefix.
+_MATMULS: Final = ("FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul")
+_BASE: Final = {
+    **dict.fromkeys(("QGemm", "FusedGemm"), "Gemm"),
+    **dict.fromkeys(("FusedConv", "ConvInteger"), "Conv"),
+    **dict.fromkeys(_MATMULS, "MatMul"),
+    "NhwcMaxPool": "MaxPool",
+    "QAttention": "Attention",
+    "DynamicQuantizeLSTM": "LSTM",
+}
+
+
+def base_op(op_type: str) -> str:
+    """The source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
+    return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
+
+
 _DEFAULTS_SINCE = 4  # IR version; before, exporters had to list every initializer as an input
 _WEIGHTED = LAYERS | having(Is.RECURRENT) | {"BatchNormalization"}
 

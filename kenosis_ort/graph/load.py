@@ -1,39 +1,31 @@
-"""Models as files: loaded to a private and complete copy or a clear error, what they hold, and sessions of them.
+"""Models as files, loaded to a private and complete copy or a clear error.
 
 A model from outside is loaded by the runtime before any other library written in C++ reads it. ONNX's shape inference,
 checker and version converter crash or never end on some models that the runtime refuses in one sentence. So it loads
 every one first: without optimization, without custom operators nobody asked for. What it refuses is refused here; what
 it loads has sound types, attributes and references.
-
-Nodes are traced in onnxruntime's graphs, messages and profiles by names: every node of a
-private copy is renamed to a token, so that a name in the optimized graph (``kv#17#/MatMulAddFusion``,
-``kv#17#_token_2``) tells its source node without doubt.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import onnx
-from onnx import TensorProto
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError, VerificationError
-from kenosis_ort.graph import files, outside
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
-from kenosis_ort.graph.files import store_model
-from kenosis_ort.graph.outside import tensor_bytes, weight_bytes
-from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
+from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.files import store_model, uses_external_data
+from kenosis_ort.graph.qdq import Tagged, tag
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, fit_ir_version, name_nodes, opset_of, part_names
+from kenosis_ort.graph.walk import MAIN_DOMAINS, fit_ir_version, name_nodes, opset_of
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, regular
@@ -128,7 +120,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         check_depth(source, name)
         source = outside.copy_model(source)
         check_structure(source, name)
-        if files.uses_external_data(source):
+        if uses_external_data(source):
             what = "The ModelProto refers to external data that was not loaded, and it has no folder to find it in."
             fix = "Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first."
             raise ModelLoadError(what, where=name, fix=fix)
@@ -140,8 +132,9 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         )
     path = Path(source)
     proto = parse_model(path)
-    is_split = files.uses_external_data(proto)
-    files.read_external_data(proto, path, lazily=lazily)
+    is_split = uses_external_data(proto)
+    if is_split:
+        read_external_data(proto, path, lazily=lazily)
     _list_as_defaults(proto)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
@@ -237,69 +230,6 @@ def _head(path: Path) -> bytes:
         raise ModelLoadError(f"The model file cannot be read: {reason}.", where=where, fix=fix) from error
 
 
-_TOKEN: Final = re.compile(r"kv#(\d+)#")
-# Source operator that a kernel executes, where the names differ by more than a prefix.
-_MATMULS: Final = ("FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul")
-_BASE: Final = {
-    **dict.fromkeys(("QGemm", "FusedGemm"), "Gemm"),
-    **dict.fromkeys(("FusedConv", "ConvInteger"), "Conv"),
-    **dict.fromkeys(_MATMULS, "MatMul"),
-    "NhwcMaxPool": "MaxPool",
-    "QAttention": "Attention",
-    "DynamicQuantizeLSTM": "LSTM",
-}
-
-
-class Tagged(NamedTuple):
-    """A copy of a model whose nodes are named by tokens.
-
-    Attributes:
-        proto: The copy.
-        labels: What the nodes are called in messages, in the order of `walk`.
-        paths: The path of each node's body with the nodes' own names, in the same order.
-    """
-
-    proto: onnx.ModelProto
-    labels: tuple[str, ...]
-    paths: tuple[str, ...]
-
-
-def token_of(text: str) -> int | None:
-    """The index of the source node that a name of the optimized graph comes from."""
-    match = _TOKEN.search(text)
-    return int(match.group(1)) if match else None
-
-
-def tag(model: onnx.ModelProto) -> Tagged:
-    """Copies a model and names its nodes by tokens."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model)
-    found = [(label_of(node), path, node) for _, path, node in walk(proto.graph) if node is not None]
-    for index, (_, _, node) in enumerate(found):
-        node.name = f"kv#{index}#"
-    if any(path for _, path, _ in found):
-        part_names(proto.graph)
-    return Tagged(proto, tuple(label for label, _, _ in found), tuple(path for _, path, _ in found))
-
-
-def indexed(model: onnx.ModelProto, base: Path | None = None) -> SourceGraph:
-    """The index of a model of any origin; where it has bodies, of a copy in which no two of them share a name."""
-    if len(all_graphs(model.graph)) == 1:
-        return SourceGraph(model, base)
-    copy = tag(model)
-    return SourceGraph(copy.proto, base, labels=copy.labels, paths=copy.paths)
-
-
-def with_labels(message: str, labels: Sequence[str]) -> str:
-    """A message of the runtime with tokens replaced by what the nodes are called."""
-    return _TOKEN.sub(lambda m: labels[int(m.group(1))], message)
-
-
-def base_op(op_type: str) -> str:
-    """The source operator of a kernel type: ``QLinearConv`` -> ``Conv``."""
-    return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
-
-
 class LoadedSource(NamedTuple):
     """The model under proof.
 
@@ -331,7 +261,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
-    return LoadedSource(proto, folder if files.uses_external_data(proto) else None, name)
+    return LoadedSource(proto, folder if uses_external_data(proto) else None, name)
 
 
 @contextmanager
@@ -352,7 +282,7 @@ def tagged_file(
     if change is not None:
         change(tagged.proto)
     if source.folder is not None:
-        files.read_external_data(tagged.proto, source.folder / "model.onnx")
+        read_external_data(tagged.proto, source.folder / "model.onnx")
     with Scratch("verify") as folder:
         store_model(tagged.proto, folder / "model.onnx", external_data=False)
         yield source, tagged, folder / "model.onnx"
@@ -441,141 +371,3 @@ def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None
         if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
             entry.version, changed = limits.max_opset, True
     return copy if changed or is_split else None
-
-
-_BLOCKWISE = frozenset({"MatMulNBits", "GatherBlockQuantized"})
-
-
-@dataclass(frozen=True)
-class TensorSummary:
-    """A graph input or output.
-
-    Attributes:
-        name: Its name.
-        dtype: Its element type in numpy's words; ``sequence``, ``map`` or ``optional`` for what is no tensor.
-        shape: Sizes; a name where one is symbolic, ``?`` where it is unknown; None without a rank.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...] | None
-
-
-@dataclass(frozen=True)
-class ModelSummary:
-    """What a model file holds.
-
-    Attributes:
-        path: The file; what messages call it for a model in memory.
-        file_bytes: Bytes of the model, weights in files beside it included.
-        ir_version: Version of the file format.
-        opsets: Operator set versions by domain; the main domain is ``ai.onnx``.
-        producer: Who wrote it, as it says itself.
-        inputs: What has to be fed.
-        outputs: What comes out.
-        operators: Number of nodes by operator, bodies included, most frequent first.
-        nodes: Number of nodes, bodies included.
-        parameters: Number of weight elements.
-        weight_bytes: Bytes of the weights.
-        weight_types: Bytes of the weights by element type, largest first.
-        quantization: ``float``, ``QDQ``, ``QOperator``, ``dynamic or integer kernels``, ``weights only`` or
-            ``float16``.
-    """
-
-    path: str
-    file_bytes: int
-    ir_version: int
-    opsets: Mapping[str, int]
-    producer: str
-    inputs: tuple[TensorSummary, ...]
-    outputs: tuple[TensorSummary, ...]
-    operators: Mapping[str, int]
-    nodes: int
-    parameters: int
-    weight_bytes: int
-    weight_types: Mapping[str, int]
-    quantization: str
-
-    @property
-    def is_float(self) -> bool:
-        """Whether nothing is quantized yet."""
-        return self.quantization in ("float", "float16")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary as plain data."""
-        return asdict(self)
-
-
-def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
-    """Summary of a model: counts of nodes, weights, inputs and outputs.
-
-    Raises:
-        ModelLoadError: The file is no readable model.
-    """
-    loaded = load_model(source, ask_runtime=False)
-    proto = loaded.proto
-    nodes = [node for graph in all_graphs(proto.graph) for node in graph.node]
-    operators = Counter(_qualified(node) for node in nodes)
-    weights = list(_weights(proto))
-    types: Counter[str] = Counter()
-    for weight in weights:
-        types[TensorProto.DataType.Name(weight.data_type).lower()] += _bytes(weight)
-    defaults = {i.name for i in proto.graph.initializer}
-    return ModelSummary(
-        path=loaded.name,
-        file_bytes=loaded.file_bytes,
-        ir_version=proto.ir_version,
-        opsets={entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
-        producer=f"{proto.producer_name} {proto.producer_version}".strip(),
-        inputs=tuple(_tensor(v) for v in proto.graph.input if v.name not in defaults),
-        outputs=tuple(_tensor(v) for v in proto.graph.output),
-        operators=dict(operators.most_common()),
-        nodes=len(nodes),
-        parameters=sum(math.prod(w.dims) for w in weights),
-        weight_bytes=weight_bytes(proto),
-        weight_types=dict(types.most_common()),
-        quantization=_quantization(nodes, defaults, types),
-    )
-
-
-def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:
-    ops = {node.op_type for node in nodes}
-    if any(op.startswith("QLinear") for op in ops):
-        return "QOperator"
-    if "DynamicQuantizeLinear" in ops or ops & INTEGER_KERNELS:
-        return "dynamic or integer kernels"
-    if any(n.op_type == "QuantizeLinear" and n.input[0] not in constants for n in nodes):
-        return "QDQ"
-    if ops & _BLOCKWISE or "DequantizeLinear" in ops:
-        return "weights only"
-    return "float16" if types.get("float16", 0) > types.get("float", 0) else "float"
-
-
-def _qualified(node: onnx.NodeProto) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-
-
-def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in all_graphs(proto.graph):
-        yield from graph.initializer
-        for node in graph.node:
-            if node.op_type == "Constant":
-                yield from (a.t for a in node.attribute if a.type == onnx.AttributeProto.TENSOR)
-
-
-def _bytes(tensor: onnx.TensorProto) -> int:
-    if tensor.data_type == TensorProto.STRING:
-        return sum(len(s) for s in tensor.string_data)
-    return tensor_bytes(tensor) or 0
-
-
-def _tensor(value: onnx.ValueInfoProto) -> TensorSummary:
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return TensorSummary(value.name, (kind or "unknown").removesuffix("_type"), None)
-    tensor = value.type.tensor_type
-    name = TensorProto.DataType.Name(tensor.elem_type).lower() if tensor.elem_type else "unknown"
-    if not tensor.HasField("shape"):
-        return TensorSummary(value.name, name, None)
-    sizes = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim)
-    return TensorSummary(value.name, name, sizes)

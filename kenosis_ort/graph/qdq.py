@@ -4,6 +4,10 @@ The index holds every node of every graph body, who makes and who reads a value,
 the protobuf: the proof has to see exactly what the runtime is given, and reading a net into `onnx_ir` takes three times
 as long. Linear in the model's size.
 
+Nodes are traced in the runtime's graphs, messages and profiles by names: every node of a private copy is renamed to a
+token (`tag`), so that a name in the optimized graph (``kv#17#/MatMulAddFusion``, ``kv#17#_token_2``) tells its source
+node without doubt.
+
 How many bits of its container a tensor uses is an annotation of the graph. Source: Pappalardo et al., "QONNX", 2022,
 equations 2 and 3; `qonnx.core.modelwrapper` for the annotation's key.
 """
@@ -11,7 +15,7 @@ equations 2 and 3; `qonnx.core.modelwrapper` for the annotation's key.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,7 +26,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.outside import array_in, is_outside
-from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, known_as, part_names
 
 _LEVELS = 255
 _TOLERANCE = 1e-6  # of the largest value: what float32 leaves of a quotient such as 25 / 9
@@ -207,12 +211,12 @@ class QuantParams(NamedTuple):
 
 
 class SourceGraph:
-    """Indexes a model with all its bodies, no two of which share a name (`bodies.part_names`).
+    """Indexes a model with all its bodies, no two of which share a name (`walk.part_names`).
 
     Args:
         model: The model. Not changed.
         base: Folder of external data, for scales and zero points stored there.
-        labels: Names to report for the nodes in the order of `walk`; their own by default.
+        labels: Names to report for the nodes in the order of `nodes_by_path`; their own by default.
         paths: Paths of their bodies to report, likewise.
     """
 
@@ -235,7 +239,7 @@ class SourceGraph:
         self.outputs: set[str] = set()
         self.types: dict[str, int] = {}
         self.shapes: dict[str, onnx.TensorShapeProto] = {}
-        for graph, path, node in walk(model.graph):
+        for graph, path, node in nodes_by_path(model.graph):
             if node is None:
                 self._add_graph(graph)
             else:
@@ -347,16 +351,65 @@ def label_of(node: onnx.NodeProto) -> str:
     return node.name or f"<{node.op_type} {next((o for o in node.output if o), '')}>"
 
 
-def walk(graph: onnx.GraphProto, path: str = "") -> Iterator[tuple[onnx.GraphProto, str, onnx.NodeProto | None]]:
-    """Yields each graph (node is None) and then its nodes in order; bodies come before the node that owns them.
+def nodes_by_path(graph: onnx.GraphProto, path: str = "") -> list[tuple[onnx.GraphProto, str, onnx.NodeProto | None]]:
+    """Each graph (node is None) and then its nodes in order; bodies come before the node that owns them.
 
     The path of a body is ``<node name or op type>.<attribute>``, joined by ``/``.
     """
-    yield graph, path, None
+    found: list[tuple[onnx.GraphProto, str, onnx.NodeProto | None]] = [(graph, path, None)]
     for node in graph.node:
         for attribute in node.attribute:
-            bodies = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
+            bodies = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs
             for number, body in enumerate(bodies):
                 step = f"{node.name or node.op_type}.{attribute.name}{number or ''}"
-                yield from walk(body, f"{path}/{step}" if path else step)
-        yield graph, path, node
+                found += nodes_by_path(body, f"{path}/{step}" if path else step)
+        found.append((graph, path, node))
+    return found
+
+
+_TOKEN: Final = re.compile(r"kv#(\d+)#")
+
+
+class Tagged(NamedTuple):
+    """A copy of a model whose nodes are named by tokens.
+
+    Attributes:
+        proto: The copy.
+        labels: What the nodes are called in messages, in the order of `nodes_by_path`.
+        paths: The path of each node's body with the nodes' own names, in the same order.
+    """
+
+    proto: onnx.ModelProto
+    labels: tuple[str, ...]
+    paths: tuple[str, ...]
+
+
+def token_of(text: str) -> int | None:
+    """The index of the source node that a name of the optimized graph comes from."""
+    match = _TOKEN.search(text)
+    return int(match.group(1)) if match else None
+
+
+def tag(model: onnx.ModelProto) -> Tagged:
+    """Copies a model and names its nodes by tokens."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model)
+    found = [(label_of(node), path, node) for _, path, node in nodes_by_path(proto.graph) if node is not None]
+    for index, (_, _, node) in enumerate(found):
+        node.name = f"kv#{index}#"
+    if any(path for _, path, _ in found):
+        part_names(proto.graph)
+    return Tagged(proto, tuple(label for label, _, _ in found), tuple(path for _, path, _ in found))
+
+
+def with_labels(message: str, labels: Sequence[str]) -> str:
+    """A message of the runtime with tokens replaced by what the nodes are called."""
+    return _TOKEN.sub(lambda m: labels[int(m.group(1))], message)
+
+
+def indexed(model: onnx.ModelProto, base: Path | None = None) -> SourceGraph:
+    """The index of a model of any origin; where it has bodies, of a copy in which no two of them share a name."""
+    if len(all_graphs(model.graph)) == 1:
+        return SourceGraph(model, base)
+    copy = tag(model)
+    return SourceGraph(copy.proto, base, labels=copy.labels, paths=copy.paths)

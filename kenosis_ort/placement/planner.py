@@ -1,16 +1,12 @@
 """The planner: one decision an edge, one a node, before the graph is touched.
 
 A decision says type and symmetry, whether scale and zero point are a value's own or shared, by which rule, and why.
-
-Operators that move bytes need the same parameters in and out. Producers of a Concat may take over the parameters
-of its output, which saves the requantization; they do so only where nothing is lost: no absorbed activation would
-come back to life, and no other consumer of the value would see a much coarser grid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 
 from kenosis_ort.graph.constants import LAYERS
@@ -19,6 +15,7 @@ from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.placement.absorption import saturation_limits
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.constraints import WEIGHTS_ONLY, channel_axis
+from kenosis_ort.placement.scale_groups import Range, ScaleGroups
 from kenosis_ort.plan import (
     Decision,
     Edge,
@@ -32,72 +29,6 @@ from kenosis_ort.plan import (
 )
 from kenosis_ort.targets.model import Placed, Target
 from kenosis_ort.targets.table import NodeClass, Role
-
-Range = tuple[float, float]
-
-
-@dataclass
-class ScaleGroups:
-    """Union-find over value names; a group's root provides the parameters.
-
-    Args:
-        ranges: Calibrated (low, high) by value name; empty while planning before calibration.
-        limits: Bounds that absorbed activations put on a value's range.
-        share_limit: Largest coarsening of a value that has other consumers.
-    """
-
-    ranges: Mapping[str, Range]
-    limits: Mapping[str, RangeLimit]
-    share_limit: float
-    _parent: dict[str, str] = field(default_factory=dict)
-    _members: dict[str, list[str]] = field(default_factory=dict)
-
-    def root(self, value: str) -> str:
-        while (parent := self._parent.get(value, value)) != value:
-            self._parent[value] = self._parent.get(parent, parent)
-            value = parent
-        return value
-
-    @property
-    def shared(self) -> frozenset[tuple[str, str]]:
-        """The values that take another's parameters, each with the one that provides them."""
-        return frozenset((value, self.root(value)) for value in list(self._parent))
-
-    def tie(self, value: str, provider: str) -> None:
-        """Makes ``value``'s whole group use ``provider``'s parameters."""
-        a, b = self.root(value), self.root(provider)
-        if a != b:
-            self._parent[a] = b
-            self._members.setdefault(b, [b]).extend(self._members.pop(a, [a]))
-
-    def members(self, value: str) -> list[str]:
-        return self._members.get(self.root(value), [self.root(value)])
-
-    def may_share(self, value: str, provider: str, read_elsewhere: Callable[[str], bool]) -> str | None:
-        """Reason why ``value``'s group must not take ``provider``'s parameters, None if it may.
-
-        Args:
-            value: A producer of a Concat.
-            provider: The Concat's output.
-            read_elsewhere: Tells whether a value has consumers beside the Concat.
-        """
-        target = self.ranges.get(self.root(provider))
-        if target is None:
-            return None
-        low, high = min(target[0], 0.0), max(target[1], 0.0)
-        for member in self.members(value):
-            limit = self.limits.get(member)
-            if limit is not None:
-                if limit.low is not None and low < limit.low:
-                    return f"the shared range reaches below {limit.low}, which '{member}' absorbs"
-                if limit.high is not None and high > limit.high:
-                    return f"the shared range reaches above {limit.high}, which '{member}' absorbs"
-            own = self.ranges.get(member)
-            if own is not None and read_elsewhere(member):
-                width = max(own[1], 0.0) - min(own[0], 0.0)
-                if high - low > self.share_limit * width:
-                    return f"'{member}' is read elsewhere and would lose resolution"
-        return None
 
 
 def share_scales(
@@ -289,7 +220,7 @@ class Decider:
             groups: Which values share their parameters.
             moved: Values that lie on a grid without Q of their own, with what moved them.
         """
-        shared = [_shared(d, groups) for d in self._decisions]
+        shared = groups.applied(self._decisions)
         grids = zip(shared, self.constraints.overrides.grids(shared), strict=True)
         return tuple([_read_as_is(self._with_grid(d, *grid), moved) for d, grid in grids])
 
@@ -309,20 +240,6 @@ class Decider:
             symmetric = self.options.activation_symmetric and value not in self.view.graph.initializers
             symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
-
-
-def _shared(decision: Decision, groups: ScaleGroups) -> Decision:
-    """A decision with the value that provides the parameters of what is read."""
-    if decision.how not in (How.OWN, How.DEQUANTIZED) or decision.role is EdgeRole.WEIGHT:
-        return decision
-    root = groups.root(decision.edge.value)
-    if root == decision.edge.value:
-        return decision
-    if decision.how is How.DEQUANTIZED:
-        return replace(decision, provider=root)
-    return replace(
-        decision, how=How.SHARED, reason=f"{decision.reason}, with the parameters of '{root}'", provider=root
-    )
 
 
 def _grids(node: ir.Node) -> tuple[str, str]:

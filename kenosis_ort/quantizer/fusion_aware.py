@@ -10,11 +10,14 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import onnx
+import onnxruntime
+from onnxruntime.quantization import quant_utils
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import DEQUANT_OUTPUT_SUFFIX, add_infer_metadata
 
+from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.walk import all_graphs, all_nodes, captured_names, reserve_name
 from kenosis_ort.options import Stages
@@ -25,6 +28,24 @@ from kenosis_ort.quantizer.placed_constants import Constants
 _log = logging.getLogger(__name__)
 
 _PRODUCER = ("kenosis_ort", version("kenosis-ort"))
+
+
+_NEWER_OPTIONS = {  # by the function that came with them
+    "ActivationRestrictedAsymmetric": "snap_zero_point_to_uint8",
+    "BlockSize": "compute_scale_zp_blocked",
+}
+
+
+def check_installed(extra_options: Mapping[str, Any]) -> None:
+    """Refuses what the installed runtime's quantizer is too old to know, and would ignore without a word.
+
+    Raises:
+        OptionError: An option needs a newer onnxruntime.
+    """
+    newer = [k for k, needed in _NEWER_OPTIONS.items() if extra_options.get(k) and not hasattr(quant_utils, needed)]
+    if newer:
+        what = f"extra_options['{newer[0]}'] needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed"
+        raise OptionError(what, where=newer[0], fix="upgrade onnxruntime, or remove it")
 
 
 def sort_nodes_as_stock(graph: onnx.GraphProto) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnxruntime.quantization import (
     CalibrationDataReader as CalibrationDataReader,
     CalibrationMethod as CalibrationMethod,
@@ -25,23 +24,7 @@ from kenosis_ort.errors import OptionError
 
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
-_NEWER_OPTIONS = {  # by the function that came with them
-    "ActivationRestrictedAsymmetric": "snap_zero_point_to_uint8",
-    "BlockSize": "compute_scale_zp_blocked",
-}
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
-
-
-def check_installed(extra_options: Mapping[str, Any]) -> None:
-    """Refuses what the installed runtime's quantizer is too old to know, and would ignore without a word.
-
-    Raises:
-        OptionError: An option needs a newer onnxruntime.
-    """
-    newer = [k for k, needed in _NEWER_OPTIONS.items() if extra_options.get(k) and not hasattr(quant_utils, needed)]
-    if newer:
-        what = f"extra_options['{newer[0]}'] needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed"
-        raise OptionError(what, where=newer[0], fix="upgrade onnxruntime, or remove it")
 
 
 def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:

@@ -3,26 +3,15 @@
 from typing import Final
 
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
-from kenosis_ort.rewrite.affine import (
-    batch_norm_to_conv,
-    fold_batch_norm,
-    fold_gemm_factors,
-    fold_scale,
-    linear_to_gemm,
-    sum_to_add,
-)
+from kenosis_ort.rewrite.affine import fold_batch_norm, fold_gemm_factors, fold_scale
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
 from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.norms import (
-    collapse_affine_norm,
-    collapse_layer_norm,
-    residual_to_sum,
-    spell_norm,
-    split_skip_norm,
-)
+from kenosis_ort.rewrite.integer_forms import batch_norm_to_conv, linear_to_gemm, sum_to_add
+from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
+from kenosis_ort.rewrite.residuals import residual_to_sum, split_skip_norm
 from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.rewrite.transposes import cancel_transposes
 

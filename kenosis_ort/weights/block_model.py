@@ -33,6 +33,8 @@ from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights import blocks
+from kenosis_ort.weights.block_grids import BlockGrid, Float64, UInt8, block_of, nearest
+from kenosis_ort.weights.block_rounding import relative_error, round_in_blocks, weigh_channels
 
 Feed = Mapping[str, Any]
 _log = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ def weights_in_blocks(
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
     model = prepared.proto
     if feeds and bits < 8:
-        model, moments.factors = blocks.weigh_channels(model, moments.of, rounder.error, excluded)
+        model, moments.factors = weigh_channels(model, moments.of, rounder.error, excluded)
     made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
@@ -244,10 +246,10 @@ class _Moments:
         self._model, self._feeds, self._libraries = model, feeds, libraries
         found = layers(GraphView(model)) if feeds else ()
         self._todo = [layer for layer in found if not layer.is_convolution and layer.channels_in <= _WIDEST]
-        self._known: dict[str, blocks.Float64] = {}
-        self.factors: dict[str, blocks.Float64] = {}
+        self._known: dict[str, Float64] = {}
+        self.factors: dict[str, Float64] = {}
 
-    def of(self, name: str) -> blocks.Float64 | None:
+    def of(self, name: str) -> Float64 | None:
         """The moments of a layer, (K, K); None where there are none."""
         if name not in self._known and any(layer.name == name for layer in self._todo):
             self._known = {}
@@ -296,7 +298,7 @@ class _Rounder:
     _chosen: dict[str, int] = field(default_factory=dict)
     _spool: Spool = field(default_factory=Spool)
 
-    def __call__(self, layer: LinearLayer) -> tuple[blocks.UInt8, blocks.BlockGrid] | None:
+    def __call__(self, layer: LinearLayer) -> tuple[UInt8, BlockGrid] | None:
         """Integers and grid of a layer, None where it is to stay float."""
         name = layer.name
         if name in self.excluded:
@@ -306,7 +308,7 @@ class _Rounder:
             return self.known(name)
         matrix = layer.matrix
         found, grid, moments = self._rounded(name, matrix, bits, self.moments.of(name))
-        error_db = 10.0 * np.log10(max(blocks.relative_error(matrix, found, grid, moments), 1e-30))
+        error_db = 10.0 * np.log10(max(relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
         self._chosen[name], self.sizes[name] = len(self._spool), found.size
         self._spool.append({"integers": found, **vars(grid)})
@@ -314,33 +316,33 @@ class _Rounder:
             callers_own(self.progress)(*layer.place)
         return found, grid
 
-    def error(self, matrix: npt.NDArray[np.floating[Any]], moments: blocks.Float64) -> float:
+    def error(self, matrix: npt.NDArray[np.floating[Any]], moments: Float64) -> float:
         """The relative error of a layer's output with its matrix rounded to follow some moments."""
-        real, block = matrix.astype(np.float64), blocks.block_of(len(matrix), self.block)
+        real, block = matrix.astype(np.float64), block_of(len(matrix), self.block)
         try:
-            found, grid = blocks.round_in_blocks(real, self.bits, block, moments, symmetric=self.symmetric)
+            found, grid = round_in_blocks(real, self.bits, block, moments, symmetric=self.symmetric)
         except np.linalg.LinAlgError:
             return math.inf
-        return blocks.relative_error(matrix, found, grid, moments)
+        return relative_error(matrix, found, grid, moments)
 
     def _rounded(
-        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: blocks.Float64 | None
-    ) -> tuple[blocks.UInt8, blocks.BlockGrid, blocks.Float64 | None]:
+        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: Float64 | None
+    ) -> tuple[UInt8, BlockGrid, Float64 | None]:
         """Integers, grid, and the moments that were followed."""
-        block = blocks.block_of(len(matrix), self.block)
+        block = block_of(len(matrix), self.block)
         if moments is not None:
             try:
                 real = matrix.astype(np.float64)
-                found, grid = blocks.round_in_blocks(real, bits, block, moments, symmetric=self.symmetric)
+                found, grid = round_in_blocks(real, bits, block, moments, symmetric=self.symmetric)
                 return found.astype(np.uint8), grid, moments
             except np.linalg.LinAlgError as error:
                 _log.info("'%s' is rounded to nearest: %s", name, error)
-        return *blocks.nearest(matrix, bits, block, symmetric=self.symmetric), None
+        return *nearest(matrix, bits, block, symmetric=self.symmetric), None
 
-    def known(self, name: str) -> tuple[blocks.UInt8, blocks.BlockGrid]:
+    def known(self, name: str) -> tuple[UInt8, BlockGrid]:
         """The integers and grid that were chosen for a layer."""
         stored = self._spool[self._chosen[name]]
-        return stored.pop("integers"), blocks.BlockGrid(**stored)
+        return stored.pop("integers"), BlockGrid(**stored)
 
 
 # ---- the layers that get 8 bits -------------------------------------------------------------------------------------
@@ -402,5 +404,5 @@ def much_worse(errors_db: Mapping[str, float]) -> frozenset[str]:
     """The layers whose error is far above the middle one's."""
     if len(errors_db) < 3:
         return frozenset()
-    powers: blocks.Float64 = 10 ** (np.array(list(errors_db.values())) / 10)
+    powers: Float64 = 10 ** (np.array(list(errors_db.values())) / 10)
     return frozenset(n for n, power in zip(errors_db, powers, strict=True) if power > _MUCH_WORSE * np.median(powers))

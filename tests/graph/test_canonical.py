@@ -10,7 +10,8 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.canonical import sort_nodes
-from kenosis_ort.graph.opset import ADAPTERS, fit_opset
+from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.opset_adapters import ADAPTERS
 from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits

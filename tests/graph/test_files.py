@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 import kenosis_ort
 from kenosis_ort.errors import KenosisWarning, ModelLoadError, OutputError, VerificationError, warn_caller
-from kenosis_ort.graph import files as model_files, outside
+from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.files import check_destination, weights_on_disk, write_model
 from kenosis_ort.graph.load import load_model
 from tests import models
@@ -260,8 +260,8 @@ def on_disk(monkeypatch):
     """Small weights are treated as large ones."""
     if not outside.IS_POSSIBLE:
         pytest.skip("files have no common root here")
-    monkeypatch.setattr(model_files, "_IN_MEMORY_UP_TO", 0)
-    monkeypatch.setattr(model_files, "_LEFT_OUTSIDE", 512)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_LEFT_OUTSIDE", 512)
     monkeypatch.setattr(outside, "_LEAST", 256)
 
 
@@ -326,7 +326,7 @@ def by_recipe(recipe):
 def test_files_and_reports_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, build, call):
     path, reports = split(build(), tmp_path), []
     for name, limit in (("disk", 0), ("memory", 2**40)):
-        monkeypatch.setattr(model_files, "_IN_MEMORY_UP_TO", limit)
+        monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", limit)
         reports.append(call(path, tmp_path / f"{name}.onnx"))
         assert not [text for text in getattr(reports[-1], "warnings", ()) if "bug" in text]
     assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
@@ -352,12 +352,12 @@ def test_all_modules_read_tensors_wherever_they_lie():
 
 def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monkeypatch):
     path, reader = split(decoder(), tmp_path), kenosis_ort.ArrayReader
-    monkeypatch.setattr(model_files, "_IN_MEMORY_UP_TO", 2**40)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
     held = kenosis_ort.calibrate(path, reader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
-    monkeypatch.setattr(model_files, "_IN_MEMORY_UP_TO", 0)
-    loaded = Mock(wraps=model_files.read_external_data)
-    monkeypatch.setattr(model_files, "read_external_data", loaded)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
+    loaded = Mock(wraps=external_data.read_external_data)
+    monkeypatch.setattr("kenosis_ort.graph.load.read_external_data", loaded)
     assert kenosis_ort.calibrate(path, reader(feeds(3))).to_json() == held
     assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3))).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes

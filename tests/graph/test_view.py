@@ -7,7 +7,7 @@ import pytest
 from kenosis_ort import quantize_static
 from kenosis_ort.graph.bodies import state_pairs, state_stem
 from kenosis_ort.graph.constants import BOUNDS, OPERATORS, Is, having, what
-from kenosis_ort.graph.load import TensorSummary, summarize
+from kenosis_ort.graph.summary import TensorSummary, summarize
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.graph.walk import known_as
 from kenosis_ort.quantizer.stock import QuantFormat

@@ -11,8 +11,9 @@ from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview
-from kenosis_ort.placement.cost import MinCut, NetCosts, choose_regions
+from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.placement.planner import Planner
+from kenosis_ort.placement.regions import MinCut, choose_regions
 from kenosis_ort.plan import Kind, PlacementOptions
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.work import CLASSES, conv_work, linear_work, work_of

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from kenosis_ort.placement.planner import Planner, ScaleGroups
+from kenosis_ort.placement.planner import Planner
+from kenosis_ort.placement.scale_groups import ScaleGroups
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementOptions, RangeLimit
 from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu import ORT_CPU

@@ -21,7 +21,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.graph.load import base_op
+from kenosis_ort.graph.constants import base_op
 from kenosis_ort.verify import Status, verify_fusion
 from tests import models
 from tests.flow.support import sqnr_db

@@ -10,9 +10,8 @@ import onnx
 import pytest
 
 from kenosis_ort import OptionError, VerificationError, preview, quantize_static, verify_patterns
-from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.product_pairs import can_clip, pair_orders
-from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.qdq import SourceGraph, tag
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import onednn as rules, other_process
 from kenosis_ort.targets.onednn import EPILOGUE, openvino_proof as runtime, share_subsampling

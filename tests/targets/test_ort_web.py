@@ -13,6 +13,7 @@ from kenosis_ort.calibration.estimators import _FARTHEST, fitted_to_widths
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import NetCosts
+from kenosis_ort.placement.regions import cheapest_in_float
 from kenosis_ort.plan import Kind
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import TimedRuntime, get_target, ort_web
@@ -90,7 +91,7 @@ def test_rule_web_depthwise_float():
     model = onnx.shape_inference.infer_shapes(net_of(body, "1,64,28,28"))
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
-    slower = NetCosts(GraphView(model), get_target("ort-web").costs).cheapest_in_float(plan, ())
+    slower = cheapest_in_float(NetCosts(GraphView(model), get_target("ort-web").costs), plan, ())
     assert {"depthwise", "project"} & {*slower} == {"depthwise"}
 
 

@@ -13,8 +13,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import errors, preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, RuntimeEndedError, VerificationError
-from kenosis_ort.graph.load import tag
-from kenosis_ort.graph.qdq import QDQ_OPS, SourceGraph
+from kenosis_ort.graph.qdq import QDQ_OPS, SourceGraph, tag
 from kenosis_ort.plan import How, Kind, RangeLimit
 from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
 from kenosis_ort.targets import get_target

@@ -14,8 +14,7 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.load import indexed
-from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode, indexed
 from kenosis_ort.targets.proof import BrokenClause, Clause, ConvPattern, PatternReport
 
 _DOCUMENT: Final = "oneDNN, Quantized Convolution Fusion Patterns"

@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.load import tagged_file, token_of
-from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.load import tagged_file
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode, token_of
 from kenosis_ort.graph.walk import rename_all
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import child_for

@@ -16,10 +16,10 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.load import LoadedSource, base_op, mapped, read_source, tag, with_labels
+from kenosis_ort.graph.constants import Is, base_op, having
+from kenosis_ort.graph.load import LoadedSource, mapped, read_source
 from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
-from kenosis_ort.graph.qdq import SourceGraph, SourceNode
+from kenosis_ort.graph.qdq import SourceGraph, SourceNode, tag, with_labels
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import WHOLE_LIMIT, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch

@@ -10,10 +10,10 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph import qdq, walk
-from kenosis_ort.graph.load import base_op, token_of
+from kenosis_ort.graph import walk
+from kenosis_ort.graph.constants import base_op
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, nodes_by_path, token_of
 from kenosis_ort.graph.walk import rename_all
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 
@@ -88,7 +88,7 @@ class KernelGraph:
             self._add_graph(graph)
 
     def _add_graph(self, graph: onnx.GraphProto) -> None:
-        for body, _, node in qdq.walk(graph):
+        for body, _, node in nodes_by_path(graph):
             if node is None:
                 self.initializers.update((i.name, i) for i in body.initializer)
                 self._quantized.update(i.name for i in body.initializer if i.data_type in _QUANTIZED_TYPES)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kenosis_ort.graph.load import base_op
+from kenosis_ort.graph.constants import base_op
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.ort_cpu.kernel_graph import LAYOUT_OPS, KernelGraph, KernelNode
 

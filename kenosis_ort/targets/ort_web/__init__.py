@@ -45,7 +45,8 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.files import read_external_data, store_model
+from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.files import store_model
 from kenosis_ort.graph.load import LoadedSource, read_source
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode

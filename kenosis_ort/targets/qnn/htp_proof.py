@@ -27,8 +27,8 @@ from onnx import helper
 
 from kenosis_ort.errors import RuntimeEndedError, VerificationError
 from kenosis_ort.graph.files import store_model
-from kenosis_ort.graph.load import tagged_file, token_of, with_labels
-from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.load import tagged_file
+from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode, token_of, with_labels
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
