@@ -24,8 +24,10 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.structure import check_structure
+from kenosis_ort.graph.view import GraphView, ir, optional
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
@@ -43,61 +45,50 @@ _PICKS: Final = having(Is.PICK) - having(Is.REDUCTION)
 """Operators whose outputs stay within the values of their first input."""
 
 
-def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
-    """The known ranges and those that follow from them, nodes in topological order.
+def with_derived(view: GraphView, known: Mapping[str, Range]) -> _Ranges:
+    """The known ranges and those that follow from them.
 
     Args:
-        model: The model, complete in memory.
+        view: The model, nodes in topological order.
         known: (low, high) by value name.
     """
     found = dict(known)
-    constants = {t.name: t for t in model.graph.initializer}
-    for name in {name for node in model.graph.node for name in node.output if name.endswith(PADDED)}:
-        if name.removesuffix(PADDED) in known:
+    for name in (str(value.name) for node in view.nodes for value in node.outputs):
+        if name.endswith(PADDED) and name.removesuffix(PADDED) in known:
             found.setdefault(name, known[name.removesuffix(PADDED)])
-    for node in model.graph.node:
-        _forward(node, found, constants)
-    for node in reversed(model.graph.node):
-        if node.op_type in _BYTE_OPS and not node.domain and node.output[0] in found and node.input[0] not in constants:
-            found.setdefault(node.input[0], found[node.output[0]])
+    for node in view.nodes:
+        _forward(view, node, found)
+    for node in reversed(view.nodes):
+        written, read = str(node.outputs[0].name), optional(node, 0)
+        if node.op_type in _BYTE_OPS and written in found and read is not None and not view.is_constant(read):
+            found.setdefault(str(read.name), found[written])
     return found
 
 
-def _forward(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> None:
-    if node.domain or not node.input or all(name in found for name in node.output if name):
+def _forward(view: GraphView, node: ir.Node, found: _Ranges) -> None:
+    first, outputs = optional(node, 0), [value.name for value in node.outputs if value.name]
+    if node.domain not in MAIN_DOMAINS or first is None or all(name in found for name in outputs):
         return
-    ends = found.get(node.input[0])
+    ends = found.get(str(first.name))
     if node.op_type == "Concat":
-        ends = _union([_range_of(name, found, constants) for name in node.input])
+        ends = _union([_range_of(view, value, found) for value in node.inputs])
     elif node.op_type == "Pad":
-        filled = _range_of(node.input[2], found, constants) if "".join(node.input[2:3]) else (0.0, 0.0)
-        ends = _union([ends, filled])
-    elif node.op_type == "Relu" and ends is not None:
-        ends = max(ends[0], 0.0), max(ends[1], 0.0)
-    elif node.op_type == "Clip" and ends is not None:
-        ends = _clipped(node, ends, constants)
+        filling = optional(node, 2)
+        ends = _union([ends, (0.0, 0.0) if filling is None else _range_of(view, filling, found)])
+    elif node.op_type in ("Relu", "Clip") and ends is not None:
+        low, high = view.activation_bounds(node) or (None, None)  # where a limit is computed all may be left
+        least, most = (max(end, end if low is None else low) for end in ends)
+        ends = min(least, least if high is None else high), min(most, most if high is None else high)
     elif node.op_type not in _BYTE_OPS | _PICKS:
         ends = None
     if ends is not None:
-        found.update({name: ends for name in node.output if name and name not in found})
+        found.update({name: ends for name in outputs if name not in found})
 
 
-def _clipped(node: onnx.NodeProto, ends: Range, constants: Mapping[str, onnx.TensorProto]) -> Range:
-    """What a Clip leaves of a range: all of it where a limit is computed."""
-    limits = [-np.inf, np.inf]
-    for index, name in enumerate(node.input[1:3]):
-        if name:
-            if name not in constants:
-                return ends
-            limits[index] = float(array_in(constants[name]).reshape(-1)[0])
-    low, high = (min(max(end, limits[0]), limits[1]) for end in ends)
-    return low, high
-
-
-def _range_of(name: str, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
-    if name not in constants:
-        return found.get(name)
-    array = array_in(constants[name])
+def _range_of(view: GraphView, value: ir.Value | None, found: _Ranges) -> Range | None:
+    array = view.array(value)
+    if array is None:
+        return None if value is None else found.get(str(value.name))
     return (float(array.min()), float(array.max())) if array.size and array.dtype.kind == "f" else None
 
 
@@ -225,7 +216,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             builder = for_integers(proto, fitted(proto, asked))
             if builder.request.stock_reason is not None:
                 return None, builder.request.stock_reason
-            ranges = with_derived(builder.prepared.proto, self._known)
+            ranges = with_derived(builder.prepared.graph, self._known)
             keep_float = _without_unknown(builder, ranges)
             if best is None or _integer_nodes(builder, keep_float) > _integer_nodes(best[0], best[2]):
                 best = builder, _table(ranges), keep_float

@@ -31,9 +31,7 @@ _FACTS_OF_X86_64: Final = ("int8-activation-branch-float", "int8-branches-behind
 ARM: Final[Target] = replace(
     ORT_CPU,
     name="arm",
-    types=DataTypes(
-        activation=TensorProto.INT8, weight=TensorProto.INT8, why="Arm kernels take int8 activations and weights"
-    ),
+    types=DataTypes(activation=TensorProto.INT8, why="Arm kernels take int8 activations and weights"),
     own_forms=(),
     float_forms=tuple(f.__name__ for f in USUAL_FORMS if f.__name__ not in _INEXACT),
     facts=(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
     from kenosis_ort.targets.proof import FusionReport, PatternReport
     from kenosis_ort.targets.table import NodeClass
-
-T = TypeVar("T")
 
 
 DYNAMIC, WEIGHT_ONLY = "dynamic", "weight-only"
@@ -77,14 +75,6 @@ class Placed:
     decisions: Mapping[str, Sequence[Decision]]
 
 
-def _first(first: T, *_: object) -> T:
-    return first
-
-
-def _second(_: object, second: T, *__: object) -> T:
-    return second
-
-
 @dataclass(frozen=True)
 class Hooks:
     """What a target does that a table cannot say; by default nothing is changed, asked or timed.
@@ -114,11 +104,13 @@ class Hooks:
     why_unasked: str = ""
     conform: Callable[[onnx.ModelProto, Path | None, str], PatternReport] | None = None
     probes: Callable[[], Iterable[Probe]] | None = None
-    data_types: Callable[[DataTypes], DataTypes] = _first
-    reclass: Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]] = _second
-    reclass_integers: Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]] = _second
+    data_types: Callable[[DataTypes], DataTypes] = lambda types: types
+    reclass: Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]] = lambda _, classes: classes
+    reclass_integers: Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]] = (
+        lambda _, classes, *__: classes
+    )
     writes_float: Callable[[GraphView, ir.Node, PlacementOptions], bool] = lambda *_: True
-    refine: Callable[[PlacementPlan, GraphView, Collection[str], CostTable], PlacementPlan] = _first
+    refine: Callable[[PlacementPlan, GraphView, Collection[str], CostTable], PlacementPlan] = lambda plan, *_: plan
     spell: Callable[[onnx.ModelProto, PlacementPlan], None] = lambda *_: None
     barriers: Callable[[Placed], tuple[str, ...]] = lambda _: ()
 

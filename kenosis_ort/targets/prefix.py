@@ -70,22 +70,20 @@ def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -
 
 def _block(view: GraphView, stem: ir.Node, classes: Mapping[str, NodeClass], longest: int) -> tuple[ir.Node, ...]:
     """The stem, the depthwise Conv behind it and perhaps a projection; empty if the rule does not hold."""
-    anchors, joins = _reach(view, stem, classes) or ([], [])
+    anchors, joins = _reach(view, stem, classes)
     if len(anchors) != 1 or not _is_depthwise(view, anchors[0]):
         return ()
-    further, others = _reach(view, anchors[0], classes) or ([], [])
+    further, others = _reach(view, anchors[0], classes)
     projects = longest >= 3 and not others and len(further) == 1 and _is_projection(view, further[0])
     members = (stem, anchors[0], *(further if projects else ()))
     out = {id(c.node) for c in view.consumers(further[0].outputs[0])} if projects else set()
     return () if joins and out != {id(node) for node in joins} else members
 
 
-def _reach(
-    view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]
-) -> tuple[list[ir.Node], list[ir.Node]] | None:
+def _reach(view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]) -> tuple[list[ir.Node], list[ir.Node]]:
     """The anchors that read a node's output through light nodes, and sums of it with something else.
 
-    None where others than anchors and light nodes do.
+    Neither where others than anchors and light nodes do.
     """
     anchors: list[ir.Node] = []
     seen: set[int] = set()
@@ -96,12 +94,13 @@ def _reach(
         value = values.pop()
         reached.add(id(value))
         if view.is_output(value):
-            return None
+            return [], []
         for consumer in view.consumers(value):
             node = consumer.node
             c = classes[str(node.name)]
-            if consumer.index == CAPTURED or not (c.role is Role.ANCHOR or _is_light(c)) or len(seen) > _LONGEST:
-                return None
+            is_light = c.role in _LOOK_THROUGH and len(node.outputs) == 1
+            if consumer.index == CAPTURED or not (c.role is Role.ANCHOR or is_light) or len(seen) > _LONGEST:
+                return [], []
             if id(node) in seen:
                 continue
             if c.role is Role.ANCHOR:
@@ -114,10 +113,6 @@ def _reach(
                 sums.pop(id(node), None)
                 values += list(node.outputs)
     return anchors, list(sums.values())
-
-
-def _is_light(c: NodeClass) -> bool:
-    return c.role in _LOOK_THROUGH and len(c.node.outputs) == 1
 
 
 def _is_projection(view: GraphView, node: ir.Node) -> bool:

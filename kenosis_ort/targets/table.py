@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from onnx import TensorProto
 
@@ -81,6 +81,10 @@ class FusionRule:
     @property
     def evidence(self) -> str:
         return f"test_rule_{self.id.replace('-', '_')}"
+
+
+WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
+"""What a layer asks of its weights and its bias."""
 
 
 def rule(identifier: str, operators: str | Iterable[str], role: Role, why: str, **more: Any) -> FusionRule:

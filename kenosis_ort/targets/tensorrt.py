@@ -14,10 +14,9 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.targets.model import Target
-from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
 
 _rule: Final = partial(rule, versions="not run")
-_WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
 _ACTIVATIONS: Final = (
     "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus",
     "Gelu",
@@ -26,7 +25,7 @@ _PLACEMENT: Final = "[1], Q/DQ layer-placement recommendations"
 
 _RULES: Final = (
     _rule("trt-weighted-inputs", "Conv ConvTranspose Gemm MatMul", Role.ANCHOR,
-        "all inputs of these operators are quantized", requires=_WEIGHTED,
+        "all inputs of these operators are quantized", requires=WEIGHTED,
         source=f"{_PLACEMENT}: quantize all inputs of weighted operations"),
     _rule("trt-add-all-int8", "Add Mul", Role.BINARY,
         "an operator without weights that reads int8 writes int8", data_inputs=None,
@@ -69,7 +68,6 @@ TENSORRT: Final = Target(
     head_float_share=0.0,
     types=DataTypes(
         activation=TensorProto.INT8,
-        weight=TensorProto.INT8,
         activations=(TensorProto.INT8,),
         weights=(TensorProto.INT8,),
         only_these=True,
@@ -79,7 +77,6 @@ TENSORRT: Final = Target(
     ),
     float_forms=("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "pool_from_mean"),
     kernel_forms=("sum_to_add",),
-    formats=("qdq",),
     facts=(
         ("trt-int8-zero-point-0", "activations and weights are int8 with zero point 0 ([1], quantization scheme; [4])"),
         ("trt-weights-by-channel", "weights have a scale a channel, axis 0, ConvTranspose axis 1 ([1], granularity)"),

@@ -17,6 +17,7 @@ from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_
 from kenosis_ort.clients import quantizer as quantizers
 from kenosis_ort.clients.quantizer import with_derived
 from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.view import GraphView
 from tests import models, planning
 from tests.clients.support import build, calibrated, ranges, worst_db
 from tests.flow.support import quantized, run
@@ -195,7 +196,7 @@ def net(steps, *last):
 def test_derived_ranges_hold_what_is_computed(steps, seed):
     model = net(steps, "Pad ({0}, pads)", "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)")
     x = models.normal((1, 4, 4, 4), seed, 2)
-    found = with_derived(model, {"v0": (float(x.min()), float(x.max()))})
+    found = with_derived(GraphView(model), {"v0": (float(x.min()), float(x.max()))})
     for name, array in zip((o.name for o in model.graph.output), run(model, [{"v0": x}])[0], strict=True):
         low, high = np.nextafter(np.float32(found[name]), np.float32([-9e9, 9e9]))
         assert low <= array.min() <= array.max() <= high, name
@@ -211,7 +212,7 @@ ENDS = "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)"
     *((net([], text), {"v0": (0, 1)}, {}) for text in ("Sigmoid ({0})", "Concat <axis = 1> ({0}, no)", "Exp ({0})")),
 ], ids=["ends", "moved", "known", "sigmoid", "unknown", "exp"])  # fmt: skip
 def test_the_ends_are_those_of_the_operator_and_nothing_is_made_up(model, known, more):
-    assert with_derived(model, known) == {**known, **more}
+    assert with_derived(GraphView(model), known) == {**known, **more}
 
 
 # ---- the runtime's own qdq_loss_debug on our files pairs weights and activations with the float ones by name --------

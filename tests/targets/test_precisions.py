@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from kenosis_ort.targets.ort_cpu.rules import PRECISIONS, Runs
+from docs.generate.precisions import PRECISIONS, Runs
 from tests.targets.qdq import VERSION, QdqGraph, compute_ops, random_feeds, run
 
 K, N, BLOCK = 64, 32, 32

@@ -11,15 +11,16 @@ and reads what it says.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
 from onnx import TensorProto
 
 from kenosis_ort.graph.product_pairs import INT16_SUM
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.plan import PlacementOptions
 from kenosis_ort.rewrite.rule import Editor, rule
 from kenosis_ort.runtime.machine import has_matrix_tiles
@@ -28,7 +29,7 @@ from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.openvino_proof import missing, open_runner, prove
 from kenosis_ort.targets.prefix import leave_prefix_float
-from kenosis_ort.targets.table import DataTypes, Requirement, Role
+from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
@@ -109,7 +110,6 @@ def _strides(node: ir.Node, value: ir.Value) -> tuple[int, ...]:
     return () if any(pads) or automatic else tuple(strides)
 
 
-_WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
 _rule: Final = partial(table.rule, versions="openvino>=2025")
 
 EPILOGUE: Final = (
@@ -130,10 +130,10 @@ STEM: Final = "stem of a mobile net, few channels and then depthwise: int8 loses
 RULES: Final = (
     _rule("onednn-conv", "Conv", Role.ANCHOR,
         "Conv with dequantized data and int8 weights runs on int8, with its whole epilogue, and writes bytes or float",
-        requires=_WEIGHTED),
+        requires=WEIGHTED),
     _rule("onednn-linear", "Gemm MatMul", Role.ANCHOR,
         "a linear layer with int8 weights runs on int8, with bias and epilogue, and writes bytes or float",
-        requires=(*_WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
+        requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
     _rule("onednn-residual", "Add", Role.BINARY,
         "Q on both inputs of a residual Add, none between it and its Relu (3.5x; without Q on the branch 3 Adds more)",
         data_inputs=None, requires=(Requirement.NO_CONSTANT,)),
@@ -198,32 +198,30 @@ def writes_float(view: GraphView, node: ir.Node, _: PlacementOptions) -> bool:
     """
     if node.op_type != "Conv":
         return True
-    return not any(_works_on_bytes(reader) and _leads_on(view, reader) for reader in _readers(view, node))
+    passed = partial(_is_passed, view)
+    readers = (reader for reader in _behind(view, node, passed) if not passed(reader))
+    return not any(_works_on_bytes(reader) and _leads_on(view, reader) for reader in readers)
 
 
-def _readers(view: GraphView, node: ir.Node) -> Iterator[ir.Node]:
-    """Yields the readers of a node behind its epilogue and behind operators that move bytes."""
+def _behind(view: GraphView, node: ir.Node, passes: Callable[[ir.Node], bool]) -> Iterator[ir.Node]:
+    """Yields the nodes that read what a node writes, and those behind each of them that passes it on."""
     stack, seen = [node], {id(node)}
     while stack:
-        for value in stack.pop().outputs:
-            for consumer in view.consumers(value):
-                reader = consumer.node
-                if id(reader) in seen:
-                    continue
+        for reader in (consumer.node for value in stack.pop().outputs for consumer in view.consumers(value)):
+            if id(reader) not in seen:
                 seen.add(id(reader))
-                if _is_passed(view, reader):
+                yield reader
+                if passes(reader):
                     stack.append(reader)
-                else:
-                    yield reader
 
 
 def _is_passed(view: GraphView, node: ir.Node) -> bool:
     """Whether a node is part of an epilogue, or is once it is rewritten (HardSigmoid as Clip), or moves bytes."""
     if node.op_type in EPILOGUE or node.op_type == "HardSigmoid" or _ROLES.get(node.op_type) is Role.PASS_THROUGH:
         return True
-    constant = any(v is not None and view.is_constant(v) for v in node.inputs)
-    gated = any(v is not None and (maker := v.producer()) is not None and maker.op_type in GATES for v in node.inputs)
-    return (node.op_type in CONSTANT_STEPS and constant) or (node.op_type == "Mul" and gated and _is_gate(node))
+    if node.op_type in CONSTANT_STEPS and any(map(view.is_constant, node.inputs)):
+        return True
+    return node.op_type == "Mul" and _is_gate(node)
 
 
 def _works_on_bytes(node: ir.Node) -> bool:
@@ -241,18 +239,8 @@ def _is_gate(product: ir.Node) -> bool:
 
 def _leads_on(view: GraphView, node: ir.Node) -> bool:
     """Whether a layer with constant weights can be reached from a node, or is it."""
-    stack, seen = [node], {id(node)}
-    while stack:
-        found = stack.pop()
-        weight = found.inputs[1] if len(found.inputs) > 1 else None
-        if _ROLES.get(found.op_type) is Role.ANCHOR and weight is not None and view.is_constant(weight):
-            return True
-        for value in found.outputs:
-            for consumer in view.consumers(value):
-                if id(consumer.node) not in seen:
-                    seen.add(id(consumer.node))
-                    stack.append(consumer.node)
-    return False
+    reached = chain([node], _behind(view, node, lambda _: True))
+    return any(_ROLES.get(n.op_type) is Role.ANCHOR and view.is_constant(optional(n, 1)) for n in reached)
 
 
 _WHY_NOT: Final = missing()
@@ -264,12 +252,9 @@ ONEDNN: Final = Target(
     gates=GATES,
     constant_steps=CONSTANT_STEPS,
     longest_epilogue=4,
-    residual="both",
     float_output=("Conv", "Gemm", "MatMul"),
     bias="float",
     types=DataTypes(
-        activation=TensorProto.UINT8,
-        weight=TensorProto.INT8,
         weights=(TensorProto.INT8,),
         only_these=True,
         largest_pair=INT16_SUM,

@@ -37,7 +37,7 @@ ORT_CPU: Final = Target(
     types=DataTypes(largest_pair=INT16_SUM),
     own_forms=OWN_FORMS,
     formats=("qdq", "qop", "qcdq", "qop-clip"),
-    precisions={p.key: p.reason for p in PRECISIONS},
+    precisions=PRECISIONS,
     facts=FACTS,
     costs=ORT_CPU_COSTS,
     profiles=PROFILES,

@@ -5,8 +5,9 @@ others, so that its weights have left the near caches when its turn comes again.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +48,10 @@ class _Net:
         if work is not None or elements:
             self.asked[name] = work or Work(CLASSES.get(kind, "other"), elements=elements)
         return name
+
+    def out(self, kind: str, *inputs: str, **settings: Any) -> None:
+        """Adds a node, as `op` does, whose output is one of the net's."""
+        self.outputs.append(self.op(kind, *inputs, **settings))
 
     def constant(self, values: Any, dtype: Any = np.float32) -> str:
         name = f"c{len(self.weights)}"
@@ -118,64 +123,65 @@ class _Net:
         return Probe(onnx.shape_inference.infer_shapes(model), feed, nodes, kernels)
 
 
+ConvShape = tuple[int, int, int, int, int, int]
+"""Input and output channels of a Conv, height and width of its picture, size of its window, stride, and groups."""
+
+
 def probes() -> Iterator[Probe]:
     """Yields all nets, the most important first."""
     for form in _FORMS:
-        yield _convs(form, [(c, o, s, 1, 1, 1) for c, o, s in _pointwise()])
-        yield _convs(form, [(c, o, s, k, stride, 1) for c, o, s, k, stride in _dense()])
+        yield _convs(form, _pointwise())
+        yield _convs(form, _dense())
     for form in _FORMS[:2]:
-        yield _convs(form, [(c, c, s, k, stride, c) for c, s, k, stride in _depthwise()])
-        yield _convs(form, [*_few_channels(), *_grouped()])
+        yield _convs(form, _depthwise())
+        yield _convs(form, (*_STEMS, *_GROUPED))
         yield _linear(form)
         yield _between_convs(form)
     yield _plain()
     yield from _borders()
 
 
-def _pointwise() -> Iterator[tuple[int, int, int]]:
+def _pointwise() -> Iterator[ConvShape]:
     for size, pairs in (
         (56, ((16, 64), (24, 96), (64, 16), (64, 64), (64, 256), (128, 64), (256, 64))),
         (28, ((32, 64), (32, 192), (144, 32), (128, 128), (128, 512), (256, 128), (512, 128))),
         (14, ((64, 64), (64, 384), (384, 64), (256, 256), (256, 1024), (480, 112), (512, 512), (1024, 256))),
         (7, ((160, 960), (320, 1280), (512, 512), (832, 256), (960, 160), (512, 2048), (2048, 512))),
     ):
-        yield from ((c, o, size) for c, o in pairs)
+        yield from ((inputs, outputs, size, 1, 1, 1) for inputs, outputs in pairs)
 
 
-def _dense() -> Iterator[tuple[int, int, int, int, int]]:
+def _dense() -> Iterator[ConvShape]:
     for size, pairs in (
         (56, ((16, 16), (16, 64), (32, 32), (64, 64), (64, 192))),
         (28, ((32, 32), (64, 64), (96, 128), (128, 32), (128, 128), (192, 192))),
         (14, ((32, 128), (64, 64), (112, 224), (128, 128), (256, 256))),
         (7, ((160, 320), (256, 256), (512, 512))),
     ):
-        yield from ((c, o, size, 3, 1) for c, o in pairs)
-    yield from ((32, 64, 56, 3, 2), (128, 128, 28, 3, 2), (256, 512, 28, 1, 2), (16, 48, 28, 5, 1), (32, 96, 14, 5, 1))
+        yield from ((inputs, outputs, size, 3, 1, 1) for inputs, outputs in pairs)
+    yield from ((32, 64, 56, 3, 2, 1), (128, 128, 28, 3, 2, 1), (256, 512, 28, 1, 2, 1))
+    yield from ((16, 48, 28, 5, 1, 1), (32, 96, 14, 5, 1, 1))
 
 
-def _depthwise() -> Iterator[tuple[int, int, int, int]]:
+def _depthwise() -> Iterator[ConvShape]:
     for c, size in ((32, 112), (64, 56), (96, 56), (144, 56), (144, 28), (192, 28), (240, 14), (384, 14), (576, 14),
                     (960, 7), (72, 28), (120, 28), (200, 14), (184, 14)):  # fmt: skip
-        yield from ((c, size, k, stride) for k, stride in ((3, 1), (5, 1), (3, 2)) if stride == 1 or size > 14)
+        yield from ((c, c, size, k, step, c) for k, step in ((3, 1), (5, 1), (3, 2)) if step == 1 or size > 14)
 
 
-def _few_channels() -> tuple[tuple[int, int, int, int, int, int], ...]:
-    """Inputs, outputs, size, window, stride and groups of stems."""
-    return ((3, 32, 224, 3, 2, 1), (3, 16, 112, 3, 2, 1), (3, 64, 112, 7, 2, 1), (3, 64, 56, 3, 1, 1),
-            (3, 16, 32, 3, 1, 1), (1, 32, 28, 3, 1, 1), (6, 32, 56, 3, 1, 1))  # fmt: skip
+_STEMS: Final[tuple[ConvShape, ...]] = (
+    (3, 32, 224, 3, 2, 1), (3, 16, 112, 3, 2, 1), (3, 64, 112, 7, 2, 1), (3, 64, 56, 3, 1, 1), (3, 16, 32, 3, 1, 1),
+    (1, 32, 28, 3, 1, 1), (6, 32, 56, 3, 1, 1),
+)  # fmt: skip
+_GROUPED: Final[tuple[ConvShape, ...]] = (
+    (64, 64, 28, 1, 1, 4), (128, 128, 14, 1, 1, 4), (256, 256, 14, 3, 1, 16), (128, 128, 28, 3, 1, 8),
+    (240, 240, 14, 1, 1, 3), (240, 240, 28, 1, 1, 3), (60, 60, 28, 1, 1, 3), (240, 60, 14, 1, 1, 3),
+    (544, 136, 14, 1, 1, 4), (400, 100, 28, 1, 1, 4), (816, 204, 7, 1, 1, 4), (136, 544, 14, 1, 1, 4),
+    (480, 480, 7, 1, 1, 3), (120, 480, 14, 1, 1, 3), (96, 96, 14, 3, 1, 12), (120, 120, 14, 3, 1, 5),
+)  # fmt: skip
 
 
-def _grouped() -> tuple[tuple[int, int, int, int, int, int], ...]:
-    """The same of Convs in groups of channels."""
-    return (
-        *((64, 64, 28, 1, 1, 4), (128, 128, 14, 1, 1, 4), (256, 256, 14, 3, 1, 16), (128, 128, 28, 3, 1, 8)),
-        *((240, 240, 14, 1, 1, 3), (240, 240, 28, 1, 1, 3), (60, 60, 28, 1, 1, 3), (240, 60, 14, 1, 1, 3)),
-        *((544, 136, 14, 1, 1, 4), (400, 100, 28, 1, 1, 4), (816, 204, 7, 1, 1, 4), (136, 544, 14, 1, 1, 4)),
-        *((480, 480, 7, 1, 1, 3), (120, 480, 14, 1, 1, 3), (96, 96, 14, 3, 1, 12), (120, 120, 14, 3, 1, 5)),
-    )
-
-
-def _convs(form: Form, shapes: Sequence[tuple[int, int, int, int, int, int]]) -> Probe:
+def _convs(form: Form, shapes: Iterable[ConvShape]) -> Probe:
     net = _Net(form)
     for inputs, outputs, size, k, stride, groups in shapes:
         pixels = (-(-size // stride)) ** 2
@@ -192,7 +198,7 @@ def _linear(form: Form) -> Probe:
         for rows, columns in ((64, 64), (256, 256), (192, 768), (768, 192), (512, 1000)):
             x = net.between(net.op("Neg", net.data(lines, rows)))
             work = linear_work(lines=lines, rows=rows, columns=columns)
-            net.outputs.append(net.op("Gemm", x, net.matrix((rows, columns), 1), net.bias(columns), work=work))
+            net.out("Gemm", x, net.matrix((rows, columns), 1), net.bias(columns), work=work)
     return net.probe()
 
 
@@ -201,12 +207,7 @@ def _between_convs(form: Form) -> Probe:
     net = _Net(form)
     for channels, size in ((32, 7), (64, 14), (64, 28), (128, 28), (64, 56), (64, 112)):
         count = channels * size * size
-
-        def first(channels: int = channels, size: int = size) -> str:
-            return net.begin(channels, size)
-
-        half = -(-size // 2)
-        pool = pool_work((1, channels, half, half), taps=9, reads=count)
+        first, pool = partial(net.begin, channels, size), _pool_work(channels, size)
         net.end(net.between(net.op("MaxPool", first(), work=pool, **_POOL)), channels)
         if size > _LARGE:
             continue
@@ -232,55 +233,58 @@ def _between_convs(form: Form) -> Probe:
     return net.probe()
 
 
+def _pool_work(channels: int, size: int) -> Work:
+    """Work of a MaxPool as `_POOL` says over a picture."""
+    half = -(-size // 2)
+    return pool_work((1, channels, half, half), taps=9, reads=channels * size * size)
+
+
 def _plain() -> Probe:
     """Operators in float that stand beside integer kernels, or in nets without Convs."""
     net = _Net("float")
     for channels, size in ((16, 7), (16, 14), (64, 28), (64, 56)):
         x, count = net.op("Neg", net.data(1, channels, size, size)), channels * size * size
         for kind in ("Relu", "LeakyRelu", "Sigmoid", "HardSwish"):
-            net.outputs.append(net.op(kind, x, elements=count))
+            net.out(kind, x, elements=count)
         other = net.op("Neg", net.data(1, channels, size, size))
         for kind in ("Add", "Mul"):
-            net.outputs.append(net.op(kind, x, other, elements=count))
-        net.outputs.append(net.op("Transpose", x, perm=[0, 2, 3, 1], elements=count))
-        net.outputs.append(net.op("Reshape", net.op("Abs", x), net.constant([1, -1], np.int64), work=Work("nothing")))
+            net.out(kind, x, other, elements=count)
+        net.out("Transpose", x, perm=[0, 2, 3, 1], elements=count)
+        net.out("Reshape", net.op("Abs", x), net.constant([1, -1], np.int64), work=Work("nothing"))
         moved = Work("transpose", elements=count, reads=count)
         if size % 2 == 0:
-            net.outputs.append(net.op("SpaceToDepth", x, blocksize=2, work=moved))
-        net.outputs.append(net.op("DepthToSpace", x, blocksize=2, work=Work("transpose", elements=count, pieces=count)))
+            net.out("SpaceToDepth", x, blocksize=2, work=moved)
+        net.out("DepthToSpace", x, blocksize=2, work=Work("transpose", elements=count, pieces=count))
         for axis in (1, 3):
-            work = softmax_work((1, channels, size, size), axis)
-            net.outputs.append(net.op("Softmax", x, axis=axis, work=work))
+            net.out("Softmax", x, axis=axis, work=softmax_work((1, channels, size, size), axis))
         narrow = net.op("Neg", net.data(1, channels - 4, size, size))  # not in blocks of channels
-        half = -(-size // 2)
-        pool = pool_work((1, channels - 4, half, half), taps=9, reads=(channels - 4) * size * size)
-        net.outputs.append(net.op("MaxPool", narrow, work=pool, **_POOL))
-        pool = replace(pool, shape_class="average-pool")
-        net.outputs.append(net.op("AveragePool", narrow, work=pool, **_POOL))
+        pool = _pool_work(channels - 4, size)
+        net.out("MaxPool", narrow, work=pool, **_POOL)
+        net.out("AveragePool", narrow, work=replace(pool, shape_class="average-pool"), **_POOL)
         ones = [net.constant(np.ones(channels)) for _ in range(4)]
-        net.outputs.append(net.op("BatchNormalization", x, *ones, elements=count))
+        net.out("BatchNormalization", x, *ones, elements=count)
     for shape in ((1, 16, 64), (1, 128, 256), (1, 197, 192), (1, 197, 768)):
         x, count = net.op("Neg", net.data(*shape)), math.prod(shape)
         scale, shift = net.constant(np.ones(shape[-1])), net.constant(np.zeros(shape[-1]))
-        net.outputs.append(net.op("Softmax", x, axis=-1, work=softmax_work(shape, -1)))
-        net.outputs.append(net.op("LayerNormalization", x, scale, shift, axis=-1, elements=count))
+        net.out("Softmax", x, axis=-1, work=softmax_work(shape, -1))
+        net.out("LayerNormalization", x, scale, shift, axis=-1, elements=count)
         y = net.op("Neg", net.data(*shape))
         both = (y, net.op("Abs", y), scale, shift)
-        net.outputs.append(net.op("SkipLayerNormalization", *both, domain="com.microsoft", elements=count))
-        net.outputs.append(net.op("Gelu", x, domain="com.microsoft", elements=count))
-        net.outputs.append(net.op("Sin", x, elements=count))
+        net.out("SkipLayerNormalization", *both, domain="com.microsoft", elements=count)
+        net.out("Gelu", x, domain="com.microsoft", elements=count)
+        net.out("Sin", x, elements=count)
     for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64), (8, 64, 16)):
         x, y = (net.op(kind, net.data(1, heads, tokens, depth)) for kind in ("Neg", "Abs"))
         macs = heads * tokens * tokens * depth
         y = net.op("Transpose", y, perm=[0, 1, 3, 2])
         work = Work("matmul", macs, macs, heads * tokens * tokens)
-        net.outputs.append(net.op("MatMul", x, net.op("Sin", y), work=work))
+        net.out("MatMul", x, net.op("Sin", y), work=work)
     for inputs, outputs, size in ((32, 16, 14), (64, 32, 28)):
         weight = net.constant(np.ones((inputs, outputs, 2, 2)))
         macs = inputs * size * size * outputs * 4
         x = net.op("Neg", net.data(1, inputs, size, size))
         work = Work("conv-transpose", macs, macs, outputs * 4 * size * size)
-        net.outputs.append(net.op("ConvTranspose", x, weight, strides=[2, 2], kernel_shape=[2, 2], work=work))
+        net.out("ConvTranspose", x, weight, strides=[2, 2], kernel_shape=[2, 2], work=work)
     return net.probe()
 
 
@@ -295,5 +299,5 @@ def _borders() -> Iterator[Probe]:
         yield net.probe(**{kind: Work(name, elements=count) for kind, name in names.items()})
         net = _Net("float")
         x = net.op("Neg", net.data(1, channels, size, size))
-        net.outputs.append(net.op("Sin", net.conv(x, channels, channels, k=3)))
+        net.out("Sin", net.conv(x, channels, channels, k=3))
         yield net.probe(**{kind: Work("blocked", elements=count) for kind in ("ReorderInput", "ReorderOutput")})

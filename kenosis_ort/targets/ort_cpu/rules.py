@@ -17,8 +17,7 @@ float, and its output is quantized behind it.
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -32,7 +31,7 @@ from kenosis_ort.runtime.limits import fact_of_processor
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import Placed
-from kenosis_ort.targets.table import DataTypes, NodeClass, Requirement, Role, rule
+from kenosis_ort.targets.table import WEIGHTED, DataTypes, NodeClass, Requirement, Role, rule
 
 _log = logging.getLogger(__name__)
 
@@ -79,14 +78,12 @@ def for_this_machine(types: DataTypes) -> DataTypes:
     return replace(types, activation=TensorProto.UINT8, saturates=saturates, single_reader=(TensorProto.INT8,), why=why)
 
 
-_WEIGHTED = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
-
 RULES: Final = (
     rule("conv-integer", "Conv", Role.ANCHOR,
-        "Conv between DQ and Q with int8 weights becomes QLinearConv (3.5x at 3x3, 64 channels)", requires=_WEIGHTED),
+        "Conv between DQ and Q with int8 weights becomes QLinearConv (3.5x at 3x3, 64 channels)", requires=WEIGHTED),
     rule("gemm-integer", "Gemm", Role.ANCHOR,
         "Gemm with int8 weights and an int32 bias becomes QGemm, with quantized or float output",
-        requires=(*_WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
+        requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
     rule("matmul-integer", "MatMul", Role.ANCHOR,
         "MatMul with a constant matrix becomes QLinearMatMul, or MatMulIntegerToFloat without Q behind it",
         requires=(Requirement.CONSTANT_WEIGHT, Requirement.WEIGHT_RANK_2)),
@@ -184,75 +181,15 @@ FACTS: Final = (
 """Further measured facts that placement relies on."""
 
 
-class Runs(str, Enum):
-    """Kernel that runs a node, if any."""
-
-    INTEGER = "integer"  # an integer kernel
-    FLOAT = "float"  # it is computed in float, with Q and DQ as extra work
-    FAILS = "fails"  # the runtime refuses the model, at load or when it runs
-
-
-@dataclass(frozen=True)
-class Precision:
-    """One combination of precisions.
-
-    Attributes:
-        key: Its identifier.
-        what: Weights and activations.
-        runs: What the runtime does.
-        kernel: The kernel that executes it, empty where the model fails.
-        offered: Whether it is of use to anybody.
-        reason: Why, in one sentence; the text of the refusal where it is not offered.
-    """
-
-    key: str
-    what: str
-    runs: Runs
-    kernel: str
-    offered: bool
-    reason: str
-
-
-PRECISIONS: Final = (
-    Precision("int16-activations", "16-bit activations, 8-bit weights", Runs.FLOAT, "Conv, Gemm, MatMul", False,
+PRECISIONS: Final = {
+    "int16-activations":
         "16-bit activations run in float on the CPU: slower than the float model, for no gain there; leave sensitive "
-        "nodes float instead (recipe='strict')"),
-    Precision("int16-weights", "8-bit activations, 16-bit weights", Runs.FLOAT, "MatMul", False,
-        "16-bit weights run in float on the CPU and are dequantized on every run"),
-    Precision("int4-activations", "4-bit activations, 8-bit weights", Runs.FAILS, "", False,
-        "the runtime does not load models with 4-bit activations in front of Conv, Gemm or MatMul"),
-    Precision("float8", "8-bit floating point", Runs.FAILS, "", False,
-        "the runtime's CPU provider does not load models with 8-bit floating-point activations"),
-    Precision("int4-weights-int8-activations", "8-bit activations, 4-bit weights", Runs.FLOAT, "MatMul", False,
-        "4-bit weights behind quantized activations run in float and are dequantized on every run; 4-bit weights pay "
-        "only with float activations"),
-    Precision("int4-conv", "4-bit weights of a Conv", Runs.FLOAT, "Conv", False,
-        "a Conv with 4-bit weights runs in float, and its weights are dequantized on every run"),
-    Precision("int4-weights", "float activations, 4-bit weights of MatMul or Gemm (by block, channel or tensor)",
-        Runs.INTEGER, "MatMulNBits", True,
-        "MatMulNBits quantizes the activations itself: 3.3x / 1.3x / 0.8x with blocks of 32, 4.8x / 1.9x / 1.2x with "
-        "128; for language models that generate word by word, not for whole sequences or pictures"),
-    Precision("int8-weights", "float activations, 8-bit weights of MatMul or Gemm", Runs.INTEGER, "MatMulNBits", True,
-        "MatMulNBits quantizes the activations itself: 2.4x / 1.4x / 0.9x; needs no calibration, but 8-bit activations "
-        "are faster for more than one row"),
-    Precision("int2-weights", "float activations, 2-bit weights of MatMul or Gemm", Runs.INTEGER, "MatMulNBits", False,
-        "2-bit weights have a kernel (MatMulNBits), but lose most of a net that was not trained for them"),
-    Precision("blocked-int8-weights", "8-bit activations, 8-bit weights with a scale by block",
-        Runs.FAILS, "QLinearMatMul", False,
-        "the runtime loads 8-bit weights with a scale by block behind quantized activations and fails when it runs "
-        "them; use a scale by channel, or leave BlockSize to 4-bit weights with float activations"),
-    Precision("float16-qdq", "Q and DQ on float16 values", Runs.FLOAT, "Conv, MatMul", False,
-        "Q and DQ with float16 scales never become integer kernels; quantize the float32 model"),
-    Precision("float16-inputs", "float16 graph inputs and outputs, everything between in float32 or 8 bits",
-        Runs.INTEGER, "QLinearConv", True,
-        "a Cast to float32 behind the input and one back in front of the output keep the integer kernels"),
-    Precision("float16-int4-weights", "float16 activations, 4-bit weights", Runs.INTEGER, "MatMulNBits", True,
-        "MatMulNBits runs between two Casts to and from float32"),
-)  # fmt: skip
-"""Kernels for precisions other than 8-bit weights and activations, the refused ones with the text of the refusal.
-
-Speeds are of one MatMul 1024 x 1024 against float32, one thread, for 1 / 8 / 128 rows (W8A8 itself: 2.5 / 2.6 / 4.3).
-"""
+        "nodes float instead (recipe='strict')",
+    "int16-weights": "16-bit weights run in float on the CPU and are dequantized on every run",
+    "int4-conv": "a Conv with 4-bit weights runs in float, and its weights are dequantized on every run",
+    "float8": "the runtime's CPU provider does not load models with 8-bit floating-point activations",
+}  # fmt: skip
+"""Why types beyond 8 bits are refused; ``docs/generate/precisions.py`` has the kernels of these and of others."""
 
 
 _RULE: Final = "maxpool-channels-first-slow"

@@ -34,13 +34,8 @@ from kenosis_ort.targets.profile import CostTable, HostProfile, Work
 _log = logging.getLogger(__name__)
 
 
-def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-    """A stock session at full optimization.
-
-    Raises:
-        VerificationError: The runtime refuses the model.
-    """
-    return open_session(source, custom_op_libraries=custom_op_libraries, threads=threads, spinning=True)
+open_runner: Final = partial(open_session, spinning=True)
+"""Opens a stock session at full optimization, as it is timed."""
 
 
 def opener(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Callable[[], Runner]:
@@ -52,7 +47,7 @@ def opener(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[s
     is opened as it is, and so is what the runtime refuses, whose sessions then say why.
     """
     optimized = b"" if isinstance(source, bytes) else None  # not known yet, or never to be
-    open_timed = partial(open_session, threads=threads, custom_op_libraries=custom_op_libraries, spinning=True)
+    open_timed = partial(open_runner, threads=threads, custom_op_libraries=custom_op_libraries)
 
     def opened() -> Runner:
         nonlocal optimized
@@ -284,12 +279,8 @@ def _pool(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
         return None
     if node.op_type not in _POOLS:  # over all of a picture
         return Work("global-pool", elements=math.prod(read))
-    taps = math.prod(_ints(node, "kernel_shape", ()))
+    taps = math.prod(node.attributes.get_ints("kernel_shape", ()))
     return replace(pool_work(out, taps=taps, reads=math.prod(read)), shape_class=_POOLS[node.op_type])
-
-
-def _softmax(_: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
-    return softmax_work(out, node.attributes.get_int("axis", -1))
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
@@ -305,7 +296,7 @@ def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
         macs = math.prod(data) * (out[1] // groups) * math.prod(window)
         return Work("conv-transpose", macs, macs, math.prod(out))
     pixels = out[0] * math.prod(out[2:])
-    stride = max(_ints(node, "strides", (1,)))
+    stride = max(node.attributes.get_ints("strides", (1,)))
     return conv_work(pixels=pixels, inputs=data[1], outputs=out[1], groups=groups, window=window, stride=stride)
 
 
@@ -349,11 +340,6 @@ def _recurrent(view: GraphView, node: ir.Node, _: tuple[int, ...]) -> Work | Non
     return Work("recurrent", macs, macs, data[0] * data[1] * directions * hidden, directions * gates * (read + hidden))
 
 
-def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else tuple(attribute.as_ints())
-
-
 def _filled(channels: int) -> int:
     """The channels of full tiles."""
     return -(-channels // _TILE) * _TILE
@@ -364,7 +350,9 @@ _COUNTS: Final[Mapping[str, Callable[[GraphView, ir.Node, tuple[int, ...]], Work
     **dict.fromkeys(("Gemm", "MatMul"), _product),
     **dict.fromkeys(("Attention", "MultiHeadAttention"), _attention),
     **dict.fromkeys((*_POOLS, "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"), _pool),
-    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    **dict.fromkeys(
+        ("Softmax", "LogSoftmax"), lambda _, node, out: softmax_work(out, node.attributes.get_int("axis", -1))
+    ),
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
 }
 """How a node is counted, by operator, where elements written are not all."""

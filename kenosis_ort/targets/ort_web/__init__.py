@@ -42,7 +42,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.external_data import read_external_data
@@ -395,11 +394,7 @@ ORT_WEB: Final[Target] = replace(
     clamps=(),
     clips_slowly=True,
     eager=("Relu", "Clip"),
-    types=DataTypes(
-        activation=TensorProto.UINT8,
-        weight=TensorProto.INT8,
-        why="uint8 activations, int8 weights by channel: 8-bit products are exact in WebAssembly",
-    ),
+    types=DataTypes(why="uint8 activations, int8 weights by channel: 8-bit products are exact in WebAssembly"),
     float_forms=tuple(f.__name__ for f in USUAL_FORMS if f.__name__ not in _REFUSED),
     kernel_forms=("sum_to_add", "linear_to_gemm"),
     own_forms=(),

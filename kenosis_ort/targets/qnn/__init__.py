@@ -15,19 +15,18 @@ from onnx import TensorProto
 
 from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.qnn.htp_proof import missing, prove
-from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
 
 _WHY_NOT: Final = missing()
 _rule: Final = partial(rule, versions="onnxruntime-qnn>=2.7")
-_WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
 
 RULES: Final = (
     _rule("qnn-conv", "Conv ConvTranspose", Role.ANCHOR,
         "Conv runs with int8 weights by channel, an int32 bias, and Q on what it writes; without that it is refused",
-        requires=_WEIGHTED),
+        requires=WEIGHTED),
     _rule("qnn-gemm", "Gemm", Role.ANCHOR,
         "Gemm likewise, with weights by channel too; one that writes float is refused, as is alpha other than 1",
-        requires=(*_WEIGHTED, Requirement.UNIT_ALPHA, Requirement.WEIGHT_RANK_2)),
+        requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.WEIGHT_RANK_2)),
     _rule("qnn-matmul", "MatMul", Role.ANCHOR,
         "MatMul with a constant matrix takes int8 weights by channel",
         requires=(Requirement.CONSTANT_WEIGHT, Requirement.WEIGHT_RANK_2)),
@@ -93,8 +92,6 @@ QNN: Final = Target(
     concat_share_limit=1.0,
     head_float_share=0.0,
     types=DataTypes(
-        activation=TensorProto.UINT8,
-        weight=TensorProto.INT8,
         activations=(TensorProto.UINT8, TensorProto.UINT16),
         mixed=True,
         only_these=True,

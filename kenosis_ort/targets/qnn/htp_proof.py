@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -168,14 +169,10 @@ def alone(
     piece = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     piece.graph.name = "alone"
     inner = list(_chain(node, graph))
-    before: dict[int, SourceNode] = {}
-    for value in (v for n in inner for v in n.proto.input if v):
-        maker = graph.producer.get(value)
-        if maker is not None and maker.op_type in (DQ, "Constant"):
-            before[maker.index] = maker
-    behind = [r for v in inner[-1].proto.output if v for r in graph.consumers.get(v, []) if r.op_type == Q]
-    for member in (*before.values(), *inner, *behind):
-        piece.graph.node.append(member.proto)
+    makers = (graph.producer.get(value) for n in inner for value in n.proto.input)
+    before = {maker.index: maker for maker in makers if maker is not None and maker.op_type in (DQ, "Constant")}
+    behind = [r for v in inner[-1].proto.output for r in graph.consumers.get(v, []) if r.op_type == Q]
+    piece.graph.node.extend(member.proto for member in (*before.values(), *inner, *behind))
     made = {value for member in piece.graph.node for value in member.output}
     read = dict.fromkeys(v for member in piece.graph.node for v in member.input if v and v not in made)
     for value in read:
@@ -209,16 +206,10 @@ def _is_inner(node: SourceNode, graph: SourceGraph) -> bool:
 def _kind(node: SourceNode, graph: SourceGraph) -> str:
     """The operator with its attributes and the types that it reads and writes, behind DQ and Q."""
     attributes = sorted(helper.printable_attribute(a) for a in node.proto.attribute if a.type != a.GRAPH)
-    reads = [
-        graph.types.get(dq.proto.input[0]) if (dq := graph.dq_of(v)) else graph.types.get(v, 0)
-        for v in node.proto.input
-    ]
-    writes = [
-        graph.types.get(r.proto.output[0])
-        for v in (list(_chain(node, graph))[-1].proto.output)
-        for r in graph.consumers.get(v, [])
-        if r.op_type == Q
-    ]
+    data = [dq.proto.input[0] if (dq := graph.dq_of(value)) else value for value in node.proto.input]
+    *_, last = _chain(node, graph)
+    readers = [r for value in last.proto.output for r in graph.consumers.get(value, []) if r.op_type == Q]
+    reads, writes = [graph.types.get(v) for v in data], [graph.types.get(r.proto.output[0]) for r in readers]
     return f"{node.op_type} {attributes} {reads} {writes}"
 
 
@@ -258,9 +249,10 @@ def prove(
     if answer.failure and not _refused(answer):
         names, tried = not_compiled(tagged.proto)
         if not names:
+            message = with_labels(" ".join(answer.failure.split())[-_MESSAGE_LIMIT:], tagged.labels)
             raise VerificationError(
                 f"the QNN provider {runtime_version()} does not load the model, though each of {tried} nodes tried "
-                f"loads in a model of its own: {_message(answer, tagged.labels)}",
+                f"loads in a model of its own: {message}",
                 where=source.name,
                 fix="an operator that the chip lacks or the size of the net is the usual reason: leave nodes out "
                 "(nodes_to_exclude), or cut the net in two",
@@ -270,10 +262,6 @@ def prove(
     report = report_of(graph, answer, plan, runtime_version())
     _log.info("%s: %s", source.name, str(report).splitlines()[0])
     return report
-
-
-def _message(answer: Answer, labels: Sequence[str]) -> str:
-    return with_labels(" ".join(answer.failure.split())[-_MESSAGE_LIMIT:], labels)
 
 
 def _refused(answer: Answer) -> set[int]:
@@ -320,32 +308,27 @@ def _of_unloaded(
     if node.index not in refused:
         return proof.KernelReport.of(node, "", proof.Status.OTHER, _UNKNOWN)
     reason, cause = _why_refused(node, graph, plan)
-    why = f"with it the model does not load: {reason}", cause
-    return proof.KernelReport.of(node, "", proof.Status.FLOAT, why)
+    return proof.KernelReport.of(node, "", proof.Status.FLOAT, (f"with it the model does not load: {reason}", cause))
 
 
 def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: PlacementPlan | None) -> proof.KernelReport:
     kernel = "" if taker is None else f"{'HTP' if taker == PROVIDER else taker} {node.op_type}"
+    found = partial(proof.KernelReport.of, node, kernel)
     absorber = _absorber(node, graph)
     if node.graph:
-        why = "inside a body of control flow, which HTP does not run", proof.Cause.NONE
-        return proof.KernelReport.of(node, kernel, proof.Status.OTHER, why)
+        return found(proof.Status.OTHER, ("inside a body of control flow, which HTP does not run", proof.Cause.NONE))
     if taker is None:
-        return proof.KernelReport.of(
-            node, kernel, proof.Status.REMOVED, ("computed at load, or no operation left", proof.Cause.NONE)
-        )
+        return found(proof.Status.REMOVED, ("computed at load, or no operation left", proof.Cause.NONE))
     if not graph.computes_float(node):
-        return proof.KernelReport.of(node, kernel, proof.Status.OTHER)
+        return found(proof.Status.OTHER)
     if taker != PROVIDER:
-        return proof.KernelReport.of(node, kernel, proof.Status.FLOAT, _why_refused(node, graph, plan))
+        return found(proof.Status.FLOAT, _why_refused(node, graph, plan))
     if absorber is not None and _is_quantized(absorber, graph):
         part = f"part of '{absorber.label}'", proof.Cause.NONE
-        return proof.KernelReport.of(
-            node, kernel, proof.Status.ABSORBED, part, integer=True, absorbed_into=absorber.label
-        )
+        return found(proof.Status.ABSORBED, part, integer=True, absorbed_into=absorber.label)
     if _is_quantized(node, graph):
-        return proof.KernelReport.of(node, kernel, proof.Status.INTEGER)
-    return proof.KernelReport.of(node, kernel, proof.Status.FLOAT, _why_float(node, plan))
+        return found(proof.Status.INTEGER)
+    return found(proof.Status.FLOAT, _why_float(node, plan))
 
 
 def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
