@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -26,9 +26,6 @@ from kenosis_ort.report import evidence
 from kenosis_ort.report.text import Form, make_facts, render_fusion, render_layers, table
 from kenosis_ort.storage.data import format_bytes, to_data
 from kenosis_ort.targets import TARGETS, get_target
-
-if TYPE_CHECKING:
-    from kenosis_ort.targets.proof import ClippingLoss
 
 _OPERATORS = 12
 _DIFFERENCES = 20
@@ -52,11 +49,7 @@ def verify(arguments: argparse.Namespace, screen: Screen) -> bool:
     libraries = tuple(arguments.custom_op_libraries)
     fusion = proofs.verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
     feeds = _reader(arguments, arguments.model)
-    losses: Sequence[ClippingLoss] = ()
-    if feeds is not None:
-        from kenosis_ort.verify import clipping_loss
-
-        losses = clipping_loss(arguments.model, feeds)
+    losses = () if feeds is None else proofs.clipping_loss(arguments.model, feeds)
     facts = {"processors": to_data(fusion.processors), "losses": to_data(losses), **fusion.to_dict()}
     screen.result(
         lambda: {"verdict": evidence.fusion_verdict(fusion), **facts},

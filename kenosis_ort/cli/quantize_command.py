@@ -21,12 +21,11 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
+from kenosis_ort.cli.sources import executor, files_named, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.file_checks import check_files
 from kenosis_ort.graph.files import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
-from kenosis_ort.passes.recipe import is_recipe_file
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
@@ -146,24 +145,12 @@ def _check_files(
         output,
         cache=arguments.calibration_cache_path,
         written=written,
-        read=_files_read(arguments),
+        read=files_named(arguments),
         reader=reader,
         in_place=False,
     )
     for path in (output, *(path for _, path in written)):
         check_destination(path)
-
-
-def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
-    """The files that the arguments name as inputs, but for the model."""
-    files = [("a library of custom operators", Path(path)) for path in arguments.custom_op_libraries or ()]
-    if is_recipe_file(arguments.recipe):
-        files.append(("the recipe", Path(arguments.recipe)))
-    for what, named in (("the calibration data", arguments.data), ("the evaluation data", arguments.eval_data)):
-        if named is not None:
-            source = Path(named)
-            files.append((what, source if source.exists() else Path(named.rpartition(":")[0])))
-    return files
 
 
 def _show(report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None]) -> None:

@@ -29,6 +29,7 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
 from kenosis_ort.graph.load import load_model
+from kenosis_ort.passes.recipe import is_recipe_file
 
 if TYPE_CHECKING:
     from kenosis_ort.cluster import Cluster
@@ -152,6 +153,22 @@ def executor(arguments: argparse.Namespace, screen: Screen) -> Iterator[Cluster 
 
 
 # -- what a source is
+
+
+def files_named(arguments: argparse.Namespace, folder: Path = Path()) -> list[tuple[str, Path]]:
+    """What the arguments of quantize name as inputs, relative to a folder, but for the model, with what it is.
+
+    Of a function of the caller's that is the file of its module; a pattern of files stays one.
+    """
+    named = [("a library of custom operators", path) for path in arguments.custom_op_libraries or ()]
+    if is_recipe_file(arguments.recipe):
+        named.append(("the recipe", arguments.recipe))
+    for what, source in (("the calibration data", arguments.data), ("the evaluation data", arguments.eval_data)):
+        if source is not None:
+            found = _SPELLING.fullmatch(source) if not (folder / source).exists() else None
+            module = "" if found is None else found["module"].removesuffix(".py") + ".py"
+            named.append((what, module or source))
+    return [(what, folder / path) for what, path in named]
 
 
 def holds_images(source: Path) -> bool:

@@ -28,11 +28,12 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.sources import files_named
 from kenosis_ort.cluster import Cluster
 from kenosis_ort.cluster.client import answering, connected, versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.files import external_files
-from kenosis_ort.passes.recipe import is_recipe_file, read_text, read_toml
+from kenosis_ort.passes.recipe import read_text, read_toml
 from kenosis_ort.report.text import make_table
 from kenosis_ort.storage.data import format_bytes, to_data
 from kenosis_ort.storage.writing import absolute, check_apart, sha256_of, write_text
@@ -154,22 +155,9 @@ def _files(parsed: argparse.Namespace, model: Path, folder: Path) -> Iterator[Pa
     """Yields the files that a call reads, as far as its arguments tell."""
     yield model
     yield from external_files(model)
-    for named in (parsed.data, parsed.eval_data):
-        if named is None:
-            continue
-        source = folder / named
-        if source.is_dir():
-            yield from sorted(path for path in source.rglob("*") if path.is_file())
-        elif source.is_file():
-            yield source
-        elif matching := sorted(glob.glob(str(source))):
-            yield from (Path(path) for path in matching)
-        else:
-            module = folder / named.partition(":")[0]
-            yield from (path for path in (module, module.with_suffix(".py")) if path.is_file())
-    if is_recipe_file(parsed.recipe) and (folder / parsed.recipe).is_file():
-        yield folder / parsed.recipe
-    yield from (folder / path for path in parsed.custom_op_libraries or () if (folder / path).is_file())
+    for _, source in files_named(parsed, folder):
+        within = source.rglob("*") if source.is_dir() else map(Path, glob.glob(str(source)))
+        yield from sorted(path for path in (*within, source) if path.is_file())
 
 
 # -- how jobs run
