@@ -61,7 +61,8 @@ def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
         shape = _shape(types.get(written[0])) if written else ""
         weights = [constants[n] for n in node.input[1:_WEIGHT_INPUTS] if n in constants and len(constants[n].dims) > 1]
         weight = "x".join(map(str, weights[0].dims)) if weights else ""
-        nodes.append(SketchNode(node.name, _operator(node), tuple(read), written, shape, weight))
+        operator = node.op_type if node.domain in MAIN_DOMAINS else f"{node.domain}.{node.op_type}"
+        nodes.append(SketchNode(node.name, operator, tuple(read), written, shape, weight))
     return GraphSketch(tuple(nodes), inputs, tuple(value.name for value in graph.output))
 
 
@@ -145,10 +146,6 @@ def _weights(model: onnx.ModelProto) -> Iterator[TensorProto]:
                 and (tensor_bytes(tensor) or 0) <= _LARGEST
             ):
                 yield tensor
-
-
-def _operator(node: onnx.NodeProto) -> str:
-    return node.op_type if node.domain in MAIN_DOMAINS else f"{node.domain}.{node.op_type}"
 
 
 def _shape(type_: onnx.TypeProto | None) -> str:

@@ -129,7 +129,8 @@ def render_report(report: ReportFacts, *, full: bool = False) -> RenderableType:
     if report.trust is not None:
         blocks.append(_trust(report.trust, full=full))
     if full and report.options:
-        blocks.append(_options(report))
+        rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
+        blocks.append(make_table("option", "value", "chosen by", rows=rows, title="Options"))
     blocks += _messages("note", report.notes, "cyan")
     blocks += _messages("warning", report.warnings, "yellow")
     if report.seconds:
@@ -216,7 +217,9 @@ def _fusion_tables(
         blocks.append(Text(f"float weights that the runtime quantizes by itself: {', '.join(silent)}", style="yellow"))
     if floats := fusion.float_nodes():
         planned = set() if plan is None else {k.node for k in fusion.avoidable(plan)}
-        blocks.append((_float_nodes if full else _float_groups)(floats, planned))
+        ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY))
+        each = ((_why(k.node in planned, k.reason), f"{k.op_type}: {k.node}") for k in ranked)
+        blocks.append(_float_table(each) if full else _float_groups(floats, planned))
     return Group(*blocks)
 
 
@@ -250,13 +253,7 @@ def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> Renderab
     return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
 
 
-def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
-    """The float nodes, one row each."""
-    ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY))
-    return _float_table([(_why(k.node in planned, k.reason), f"{k.op_type}: {k.node}") for k in ranked])
-
-
-def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
+def _float_table(rows: Iterable[tuple[Text, str]]) -> Table:
     table = make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
     table.columns[0].ratio, table.columns[1].ratio = 3, 2
     return table
@@ -264,11 +261,6 @@ def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
 
 def _why(broken: bool, reason: str) -> Text:
     return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
-
-
-def _options(report: ReportFacts) -> Table:
-    rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
-    return make_table("option", "value", "chosen by", rows=rows, title="Options")
 
 
 def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:

@@ -181,6 +181,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
     shown = report.evidence or _NO_EVIDENCE
     facts = node_facts(report.plan, report.fusion, report.layers, shown)
     style, script = _joined(_STYLE), _joined(_SCRIPTS)
+    left_float = {kernel.node for kernel in report.left_float()}
     return (
         _environment()
         .get_template("report.html.j2")
@@ -195,7 +196,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
             picture=_spelled_out(picture.picture_data(report.plan, shown, facts)),
             signal=picture.signal_plot(shown, facts),
             losses=picture.signal_losses(shown, facts),
-            broken=_broken(report, facts),
+            broken=[(index, fact) for index, fact in enumerate(facts) if fact.name in left_float],
             slowest=_slowest(facts),
             ranges=picture.range_plot(shown),
             activation_bars=picture.histograms(shown, kind="activation"),
@@ -228,12 +229,6 @@ def _counts(facts: tuple[NodeFacts, ...]) -> dict[str, int]:
     """Number of nodes of each region, empty ones left out."""
     counts = {region: sum(fact.region == region for fact in facts) for region in REGIONS}
     return {region: count for region, count in counts.items() if count}
-
-
-def _broken(report: ReportFacts, facts: tuple[NodeFacts, ...]) -> list[tuple[int, NodeFacts]]:
-    """The nodes that the plan calls integer and the runtime runs in float, with their numbers."""
-    names = {kernel.node for kernel in report.left_float()}
-    return [(index, fact) for index, fact in enumerate(facts) if fact.name in names]
 
 
 def _slowest(facts: tuple[NodeFacts, ...], count: int = 6) -> list[tuple[int, NodeFacts]]:

@@ -250,6 +250,11 @@ class KernelMap:
 _log = logging.getLogger(__name__)
 
 _BYTES: Final = frozenset({"u8", "i8"})
+_READS: Final = (
+    ("input", proof.Cause.FLOAT_INPUT, proof.Cause.TYPE_MISMATCH, ("uint8", "int8")),
+    ("weights", proof.Cause.FLOAT_WEIGHT, proof.Cause.WEIGHT_TYPE, ("int8",)),
+)
+"""What a layer reads, why it is float where that is float or of another type, and the types that its kernels take."""
 _UNSEEN: Final = "inside a body of control flow, of which OpenVINO gives no account"
 
 
@@ -348,21 +353,16 @@ def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None)
         return why
     if node.op_type not in HEAVY_LAYERS:
         return f"{node.op_type} has no kernel on quantized data here", proof.Cause.UNSUPPORTED_OP
-    inputs = node.proto.input
-    for index, what in ((0, "input"), (1, "weights")):
-        value = inputs[index] if len(inputs) > index else ""
+    for value, (what, if_float, if_other, allowed) in zip(node.proto.input, _READS, strict=False):
         dq = graph.dq_of(value)
         if dq is None:
-            cause = proof.Cause.FLOAT_INPUT if index == 0 else proof.Cause.FLOAT_WEIGHT
-            return f"its {what} '{value}' is not dequantized from 8 bits", cause
-        kind = onnx.TensorProto.DataType.Name(graph.params(dq).elem_type or 0)
-        allowed = ("UINT8", "INT8") if index == 0 else ("INT8",)
+            return f"its {what} '{value}' is not dequantized from 8 bits", if_float
+        kind = onnx.TensorProto.DataType.Name(graph.params(dq).elem_type or 0).lower()
         if kind not in allowed:
-            cause = proof.Cause.TYPE_MISMATCH if index == 0 else proof.Cause.WEIGHT_TYPE
-            return f"its {what} is {kind.lower()}; oneDNN takes {' or '.join(allowed).lower()}", cause
+            return f"its {what} is {kind}; oneDNN takes {' or '.join(allowed)}", if_other
         before = graph.producer.get(dq.proto.input[0])
-        if index == 1 and before is not None and before.op_type not in (Q, DQ, "Constant"):
-            return f"{before.op_type} stands between the weights and their DequantizeLinear", proof.Cause.WEIGHT_TYPE
+        if what == "weights" and before is not None and before.op_type not in (Q, DQ, "Constant"):
+            return f"{before.op_type} stands between the weights and their DequantizeLinear", if_other
     return "OpenVINO gives no reason, and no known rule explains it", proof.Cause.UNKNOWN
 
 

@@ -224,10 +224,5 @@ def _fused_type(entry: NodeMapping) -> str | None:
 
 
 def _has_float_weight(entry: NodeMapping, graph: SourceGraph) -> bool:
-    inputs = entry.node.proto.input
-    return (
-        entry.node.op_type in _WEIGHTED
-        and len(inputs) > 1
-        and inputs[1] in graph.initializers
-        and graph.is_float(inputs[1])
-    )
+    weight = "".join(entry.node.proto.input[1:2])
+    return entry.node.op_type in _WEIGHTED and weight in graph.initializers and graph.is_float(weight)

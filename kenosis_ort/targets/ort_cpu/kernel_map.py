@@ -97,11 +97,10 @@ class KernelMap:
         for kernel in self._kernels.nodes:
             if id(kernel) in self._owner or kernel.op_type in LAYOUT_OPS:
                 continue
-            for value in kernel.proto.output:
-                made = self._source.producer.get(value)
-                if made is not None and made.index in self.entries:
-                    self._claim(made, kernel)
-                    break
+            makers = [self._source.producer[v] for v in kernel.proto.output if v in self._source.producer]
+            made = next((maker for maker in makers if maker.index in self.entries), None)
+            if made is not None:
+                self._claim(made, kernel)
         for kernel in reversed(self._kernels.nodes):
             self._claim_inlined(kernel)
 
@@ -139,14 +138,10 @@ class KernelMap:
                 if node is None or name in seen:
                     continue
                 seen.add(name)
-                if (
-                    base_op(node.op_type) == kernel.base
-                    and node.index in self.entries
-                    and self.entries[node.index].kernel is None
-                ):
-                    return node
                 if base_op(node.op_type) != kernel.base:
                     following += list(node.proto.input)
+                elif node.index in self.entries and self.entries[node.index].kernel is None:
+                    return node
             pending = following
         return None
 
@@ -199,22 +194,22 @@ class KernelMap:
 
     def _inlined_before_q(self, node: SourceNode) -> KernelNode | None:
         """The last kernel of a function operator's body in front of the Q behind it, if it is not claimed."""
-        for value in node.proto.output:
-            for reader in self._source.consumers.get(value, []):
-                kernel = self._quantizers.get(reader.index)
-                above = None if kernel is None else self._kernels.producer.get(kernel.proto.input[0])
-                if above is None or id(above) in self._owner or above.op_type in (*QDQ_OPS, *LAYOUT_OPS):
-                    continue
-                if all(v.startswith(_INLINED) for v in above.proto.output if v):
-                    return above
+        for reader in self._readers(node):
+            kernel = self._quantizers.get(reader.index)
+            above = None if kernel is None else self._kernels.producer.get(kernel.proto.input[0])
+            if above is None or id(above) in self._owner or above.op_type in LAYOUT_OPS:
+                continue
+            if all(v.startswith(_INLINED) for v in above.proto.output if v):
+                return above
         return None
 
+    def _readers(self, node: SourceNode) -> Iterator[SourceNode]:
+        return (reader for value in node.proto.output for reader in self._source.consumers.get(value, []))
+
     def _own_values(self, node: SourceNode) -> Iterator[str]:
+        """Yields the values that a node makes, and their quantized forms."""
         yield from filter(None, node.proto.output)
-        for value in node.proto.output:
-            for reader in self._source.consumers.get(value, []):
-                if reader.op_type == Q:
-                    yield reader.proto.output[0]
+        yield from (reader.proto.output[0] for reader in self._readers(node) if reader.op_type == Q)
 
     def _owner_above(self, kernel: KernelNode) -> SourceNode | None:
         """Walks up through kernels without an owner."""
@@ -256,8 +251,7 @@ class KernelMap:
 
     def _settle_forward(self, entry: NodeMapping) -> None:
         """The only reader runs as a kernel of several operators, or was itself absorbed by a known one."""
-        readers = [r for v in entry.node.proto.output for r in self._source.consumers.get(v, [])]
-        for reader in readers:
+        for reader in self._readers(entry.node):
             target = self.entries.get(reader.index)
             if target is None:
                 continue
@@ -274,20 +268,22 @@ class KernelMap:
         if entry.node.op_type in _NO_OPS:
             entry.note = "no operation left: folded into neighbouring layout operations"
             return
-        candidates = []
-        for value in entry.node.proto.input:
-            maker = self._source.producer.get(value)
-            if maker is not None and maker.op_type == DQ:
-                quantizer = self._source.producer.get(maker.proto.input[0])
-                maker = self._source.producer.get(quantizer.proto.input[0]) if quantizer is not None else None
-            target = None if maker is None else self.entries.get(maker.index)
-            if target is not None and (target.kernel is not None or target.into is not None):
-                candidates.append(target)
-        if candidates:
-            best = max(candidates, key=lambda t: (_adds_a_sum(t.kernel), t.node.index))
-            entry.into = best.node if best.kernel is not None else best.into
+        makers = [self._maker(value) for value in entry.node.proto.input]
+        targets = [self.entries[maker.index] for maker in makers if maker is not None and maker.index in self.entries]
+        running = [t for t in targets if t.kernel is not None or t.into is not None]
+        if not running:
+            entry.note = "not in the optimized graph: computed at load or not needed"
             return
-        entry.note = "not in the optimized graph: computed at load or not needed"
+        best = max(running, key=lambda t: (_adds_a_sum(t.kernel), t.node.index))
+        entry.into = best.node if best.kernel is not None else best.into
+
+    def _maker(self, value: str) -> SourceNode | None:
+        """The node that makes a value, or what is quantized there and dequantized."""
+        maker = self._source.producer.get(value)
+        if maker is None or maker.op_type != DQ:
+            return maker
+        quantizer = self._source.producer.get(maker.proto.input[0])
+        return None if quantizer is None else self._source.producer.get(quantizer.proto.input[0])
 
     def _is_constant(self, value: str) -> bool:
         if not value or value in self._source.initializers:

@@ -250,9 +250,7 @@ def _padded(count: int) -> int:
 
 
 def _depthwise_channels(editor: Editor, conv: ir.Node) -> int | None:
-    """The channel count of a depthwise Conv with as many outputs, None for another node."""
-    if conv.op_type != "Conv" or conv.domain not in MAIN_DOMAINS:
-        return None
+    """The channel count of a depthwise Conv with as many outputs, None for another Conv."""
     weights = editor.constant(conv.inputs[1])
     group = conv.attributes.get_int("group", 1)
     if weights is None or group == 1 or list(weights.dims[:2]) != [group, 1]:

@@ -25,7 +25,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Final
 
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import Runner, open_session, session_options
 from kenosis_ort.storage.writing import Scratch
@@ -284,14 +284,10 @@ def _pool(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
-    weight = view.dims(node.inputs[1]) if node.inputs[1] is not None else None
-    data = view.shape_of_one(node.inputs[0])
+    data, weight = view.shape_of_one(node.inputs[0]), view.shape_of_one(node.inputs[1])
     if weight is None or data is None or len(out) < 3:
         return None
-    if any(size is None for size in weight):
-        return None
-    window = [size for size in weight[2:] if size is not None]
-    groups = node.attributes.get_int("group", 1)
+    window, groups = weight[2:], node.attributes.get_int("group", 1)
     if node.op_type == "ConvTranspose":
         macs = math.prod(data) * (out[1] // groups) * math.prod(window)
         return Work("conv-transpose", macs, macs, math.prod(out))
@@ -318,7 +314,7 @@ def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | Non
 
 def _attention(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
     """Scores and what they weigh; the layers before them are nodes of their own."""
-    keys = view.shape_of_one(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    keys = view.shape_of_one(optional(node, 1))
     elements, flat = math.prod(out), len(out) == _SEQUENCE
     if len(out) < _SEQUENCE:
         return None
@@ -330,11 +326,10 @@ def _attention(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | N
 
 
 def _recurrent(view: GraphView, node: ir.Node, _: tuple[int, ...]) -> Work | None:
-    data, weight = view.shape_of_one(node.inputs[0]), node.inputs[1]
-    shape = view.shape_of_one(weight) if weight is not None else None
-    if data is None or shape is None or len(data) != 3 or len(shape) != 3:
+    data, weight = view.shape_of_one(node.inputs[0]), view.shape_of_one(node.inputs[1])
+    if data is None or weight is None or len(data) != 3 or len(weight) != 3:
         return None
-    directions, gates, read = shape
+    directions, gates, read = weight
     hidden = node.attributes.get_int("hidden_size", 0)
     macs = data[0] * data[1] * directions * gates * (read + hidden)
     return Work("recurrent", macs, macs, data[0] * data[1] * directions * hidden, directions * gates * (read + hidden))
