@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.ort_cpu.work import PROFILES
 
 from .markdown import code, table
 
@@ -18,5 +19,5 @@ def cost_table() -> str:
                 integer = f"{in_integer.product:g}" if in_integer.product else "by what it reads"
                 ratio = f"{in_float.product / in_integer.product:.1f}x" if in_integer.product else ""
             rows.append([code(name), f"{in_float.product:g}", integer, ratio])
-    head = f"Picoseconds a product, {costs.measured_on}. `{costs.command}` measures them anew."
+    head = f"Picoseconds a product, {PROFILES[0].machine}. `kenosis-ort profile` measures them anew."
     return f"{head}\n\n{table(['Kernel', 'Float', 'Integer', 'Ratio'], rows)}"

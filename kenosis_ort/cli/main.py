@@ -55,18 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _logging(arguments.verbose), _warned(screen), _terminable(), room_is_needed():
             for path in (vars(arguments)[name] for name in _MODELS if name in arguments):
                 _check_model(path)
-            code = SHORT if last_gate(arguments.command_data.run)(arguments, screen) else SUCCESS
+            return SHORT if last_gate(arguments.command_data.run)(arguments, screen) else SUCCESS
     except KenosisError as error:
         screen.complain(error)
-        code = ERROR
+        return ERROR
     except BrokenPipeError:  # the reader of the output, head for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = SUCCESS
+        return SUCCESS
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, _Terminated)
         screen.complain("terminated" if terminated else "interrupted")
-        code = TERMINATED if terminated else INTERRUPTED
-    return code
+        return TERMINATED if terminated else INTERRUPTED
 
 
 def build_parser() -> Parser:

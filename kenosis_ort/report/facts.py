@@ -57,6 +57,11 @@ class SpeedCandidate:
     seconds: float = 0.0
 
     @property
+    def interval(self) -> str:
+        """The ratio's noise interval in brackets, to stand behind the ratio; empty if it is not known."""
+        return "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
+
+    @property
     def is_taken(self) -> bool:
         """Whether this is the form that was delivered."""
         return self.status == "taken"

@@ -306,10 +306,7 @@ def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
 
 
 def _speed(form: SpeedCandidate) -> str:
-    if form.ratio is None:
-        return ""
-    interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
-    return f"{form.ratio:.2f}x{interval}"
+    return "" if form.ratio is None else f"{form.ratio:.2f}x{form.interval}"
 
 
 def _trust(trust: TrustSummary, *, full: bool) -> RenderableType:

@@ -99,8 +99,6 @@ class CostTable:
     """The kernels of one runtime on one kind of machine, one thread.
 
     Attributes:
-        measured_on: Processor and runtime version.
-        command: The command that measures it.
         run: Microseconds of a run besides its kernels.
         kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
         error: Largest factor seen between the estimated and the measured speed of a net relative to float.
@@ -116,8 +114,6 @@ class CostTable:
             float by estimate, not only its first nodes.
     """
 
-    measured_on: str
-    command: str
     run: float
     kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
     error: float
@@ -245,7 +241,7 @@ class HostProfile:
         """
         names = ("run", "kernels", "shifted", "error", "warm")
         own = {name: getattr(self, name) for name in names}
-        return replace(costs, measured_on=self.machine, host=self.name, shows_times=shows_times, **own)
+        return replace(costs, host=self.name, shows_times=shows_times, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

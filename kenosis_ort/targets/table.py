@@ -59,7 +59,6 @@ class FusionRule:
         why: The fact in one sentence.
         requires: Conditions on the node; where one fails, the node stays float.
         min_opset: Least opset of the default domain at which it holds.
-        versions: Range of runtime versions it was measured on.
         own_grid: Its kernel writes on a grid of its own choice, and on that of another value something else: no Concat
             puts what it writes on one.
         wide_output: Least and largest value of what it writes in 16 bits, where the kernel knows no other grid.
@@ -73,7 +72,6 @@ class FusionRule:
     data_inputs: tuple[int, ...] | None = (0,)
     requires: tuple[Requirement, ...] = ()
     min_opset: int = 0
-    versions: str = ">=1.23"
     own_grid: bool = False
     wide_output: tuple[float, float] | None = None
     source: str = ""

@@ -8,7 +8,6 @@ Quantized Types", explicit quantization. [2] TensorFlow Quantization Toolkit, "A
 [3] Model Optimizer, ``modelopt.onnx.quantization.int8``. [4] the ONNX parser's checks of zero points.
 """
 
-from functools import partial
 from typing import Final
 
 from onnx import TensorProto
@@ -16,7 +15,6 @@ from onnx import TensorProto
 from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
 
-_rule: Final = partial(rule, versions="not run")
 _ACTIVATIONS: Final = (
     "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus",
     "Gelu",
@@ -24,30 +22,30 @@ _ACTIVATIONS: Final = (
 _PLACEMENT: Final = "[1], Q/DQ layer-placement recommendations"
 
 _RULES: Final = (
-    _rule("trt-weighted-inputs", "Conv ConvTranspose Gemm MatMul", Role.ANCHOR,
+    rule("trt-weighted-inputs", "Conv ConvTranspose Gemm MatMul", Role.ANCHOR,
         "all inputs of these operators are quantized", requires=WEIGHTED,
         source=f"{_PLACEMENT}: quantize all inputs of weighted operations"),
-    _rule("trt-add-all-int8", "Add Mul", Role.BINARY,
+    rule("trt-add-all-int8", "Add Mul", Role.BINARY,
         "an operator without weights that reads int8 writes int8", data_inputs=None,
         requires=(Requirement.NO_CONSTANT,),
         source=f"{_PLACEMENT}: quantize inputs and outputs of element-wise operations in a network of int8"),
-    _rule("trt-pool-int8", "AveragePool GlobalAveragePool", Role.UNARY,
+    rule("trt-pool-int8", "AveragePool GlobalAveragePool", Role.UNARY,
         "an average pool that reads int8 writes int8", source="[3], default operators of int8"),
-    _rule("trt-concat-int8", "Concat", Role.CONCAT,
+    rule("trt-concat-int8", "Concat", Role.CONCAT,
         "a Concat that reads int8 writes int8", data_inputs=None, source=f"{_PLACEMENT}: operations without weights"),
-    _rule("trt-commuting",
+    rule("trt-commuting",
         "MaxPool Reshape Transpose Flatten Squeeze Unsqueeze Slice Expand Tile Gather Split "
         "DepthToSpace SpaceToDepth", Role.PASS_THROUGH,
         "Q and DQ move over these: the scale is the same in and out", requires=(Requirement.ONE_OUTPUT,),
         source="[1], Q/DQ propagation: max pooling and data movement commute with Q and DQ"),
-    _rule("trt-fused-activations", (*_ACTIVATIONS, "BatchNormalization"), Role.ISLAND,
+    rule("trt-fused-activations", (*_ACTIVATIONS, "BatchNormalization"), Role.ISLAND,
         "part of the kernel before them: no Q in front of them",
         source=f"{_PLACEMENT}: do not simulate batch normalization and ReLU fusions in the training framework"),
-    _rule("trt-float-operators",
+    rule("trt-float-operators",
         "Softmax LogSoftmax LayerNormalization InstanceNormalization GroupNormalization LSTM GRU "
         "RNN Einsum TopK ArgMax Where CumSum NonMaxSuppression", Role.FLOAT,
         "these have no int8 implementation", source="[1], supported types by operation"),
-    _rule("trt-float-between",
+    rule("trt-float-between",
         "Sub Div Pow Min Max Sum Mean Reciprocal Sqrt Exp Erf Abs Neg Mish Pad Resize Upsample "
         "Identity Dropout Cast LRN Softsign ReduceMean ReduceMax ReduceSum GlobalMaxPool LpPool "
         "GlobalLpPool", Role.ISLAND,

@@ -60,7 +60,7 @@ BREAKS = (
     Break("bench/harness.py", "if 1 - 2 * tail < confidence:", "if 1 - tail < confidence:", "bench"),
     Break("checks.py", "if number < least or (", "if (", "cli/test_options.py flow/test_odd_models.py"),
     Break("cli/parser.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
-    Break("cli/main.py", "code = SHORT if last_gate", "code = SUCCESS if last_gate", "cli/test_commands.py"),
+    Break("cli/main.py", "return SHORT if last_gate", "return SUCCESS if last_gate", "cli/test_commands.py"),
     Break("accuracy/value_grids.py", ") if self.bounds is None else self.bounds", ")", "formats/test_writing.py"),
     Break("storage/writing.py", " _is_held_by_another(descriptor) and", " False and", "storage/test_writing.py"),
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),

@@ -132,7 +132,7 @@ def flat_table(**kernels):
         name.replace("_", "-"): (KernelCost(a * 1e3), None if b is None else KernelCost(b * 1e3))
         for name, (a, b) in {"other": (0.0, None), "nothing": (0.0, 0.0), **kernels}.items()
     }
-    return replace(ORT, measured_on="nowhere", command="none", run=0.0, kernels=costs, error=1.2)
+    return replace(ORT, run=0.0, kernels=costs, error=1.2)
 
 
 class Case:

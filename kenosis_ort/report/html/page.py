@@ -135,9 +135,8 @@ def _speed(report: ReportFacts) -> _Content:
 
 
 def _timed(form: SpeedCandidate, basis: str) -> _Content:
-    interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
     own = "" if form.milliseconds is None else f", {milliseconds(form.milliseconds)} a run"
-    sentence = f"The float model's time over ours{interval}{own}."
+    sentence = f"The float model's time over ours{form.interval}{own}."
     unsure = basis == "estimated" or form.verdict == "too noisy"
     standing: Standing = "watch" if unsure else "bad" if form.verdict == "slower" else "good"
     return factor(form.ratio), sentence, standing, ", ".join(filter(None, (basis, form.verdict)))
@@ -179,7 +178,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
         toml: The recipe file that makes the same model again.
     """
     shown = report.evidence or _NO_EVIDENCE
-    facts = node_facts(report.plan, report.fusion, report.layers, shown)
+    facts = node_facts(report, shown)
     style, script = _joined(_STYLE), _joined(_SCRIPTS)
     left_float = {kernel.node for kernel in report.left_float()}
     return (
@@ -216,7 +215,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
 
 def render_notebook(report: ReportFacts) -> str:
     """The verdict as a fragment for a notebook: no scripts, its own few styles."""
-    facts = node_facts(report.plan, report.fusion, report.layers, _NO_EVIDENCE)
+    facts = node_facts(report, _NO_EVIDENCE)
     left = [fact for fact in facts if fact.region in ("float", "protected")]
     return (
         _environment()

@@ -110,8 +110,6 @@ def _strides(node: ir.Node, value: ir.Value) -> tuple[int, ...]:
     return () if any(pads) or automatic else tuple(strides)
 
 
-_rule: Final = partial(table.rule, versions="openvino>=2025")
-
 EPILOGUE: Final = (
     *("Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "HardSwish", "Gelu", "Tanh", "Elu", "Mish"),
     *("Abs", "Sqrt", "Round", "Neg"),
@@ -128,40 +126,40 @@ STEM: Final = "stem of a mobile net, few channels and then depthwise: int8 loses
 """Why such a stem stays float: `onednn-float-stem` says at what price."""
 
 RULES: Final = (
-    _rule("onednn-conv", "Conv", Role.ANCHOR,
+    table.rule("onednn-conv", "Conv", Role.ANCHOR,
         "Conv with dequantized data and int8 weights runs on int8, with its whole epilogue, and writes bytes or float",
         requires=WEIGHTED),
-    _rule("onednn-linear", "Gemm MatMul", Role.ANCHOR,
+    table.rule("onednn-linear", "Gemm MatMul", Role.ANCHOR,
         "a linear layer with int8 weights runs on int8, with bias and epilogue, and writes bytes or float",
         requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
-    _rule("onednn-residual", "Add", Role.BINARY,
+    table.rule("onednn-residual", "Add", Role.BINARY,
         "Q on both inputs of a residual Add, none between it and its Relu (3.5x; without Q on the branch 3 Adds more)",
         data_inputs=None, requires=(Requirement.NO_CONSTANT,)),
-    _rule("onednn-mul", "Mul", Role.BINARY,
+    table.rule("onednn-mul", "Mul", Role.BINARY,
         "a product of two values reads and writes bytes in one pass", data_inputs=None,
         requires=(Requirement.NO_CONSTANT,)),
-    _rule("onednn-concat", "Concat", Role.CONCAT,
+    table.rule("onednn-concat", "Concat", Role.CONCAT,
         "Concat of values of one scale moves bytes; of several, each is requantized in a pass of its own",
         data_inputs=None),
-    _rule("onednn-average-pool", "GlobalAveragePool AveragePool", Role.UNARY,
+    table.rule("onednn-average-pool", "GlobalAveragePool AveragePool", Role.UNARY,
         "an average pool reads and writes bytes; without Q behind it the Conv behind it runs in float"),
-    _rule("onednn-moves",
+    table.rule("onednn-moves",
         "MaxPool Reshape Transpose Flatten Squeeze Unsqueeze DepthToSpace SpaceToDepth Slice Split "
         "Gather Expand Tile", Role.PASS_THROUGH,
         "operators that move bytes keep the scale; a Q behind them would requantize in a pass of its own"),
-    _rule("onednn-resize", "Resize", Role.PASS_THROUGH,
+    table.rule("onednn-resize", "Resize", Role.PASS_THROUGH,
         "Resize moves bytes in nearest mode", requires=(Requirement.RESIZE_NEAREST,)),
-    _rule("onednn-epilogue", EPILOGUE, Role.ACTIVATION,
+    table.rule("onednn-epilogue", EPILOGUE, Role.ACTIVATION,
         "an activation is part of the kernel before it; with Q in between it is a pass of its own (2.8x for 2.4x)"),
-    _rule("onednn-float-activations",
+    table.rule("onednn-float-activations",
         "HardSigmoid Softplus Exp Log Erf Selu Celu ThresholdedRelu Softsign Swish QuickGelu "
         "FastGelu BiasGelu Reciprocal Pow Min Max Sum Mean Sub Div", Role.ISLAND,
         "these are float passes of their own between integer kernels", data_inputs=None),
-    _rule("onednn-float-passes",
+    table.rule("onednn-float-passes",
         "ReduceMean ReduceMax ReduceSum GlobalMaxPool Pad Identity Dropout Cast LRN "
         "BatchNormalization ConvTranspose", Role.ISLAND,
         "these run in float between dequantize and quantize; ConvTranspose is float whatever its types"),
-    _rule("onednn-float",
+    table.rule("onednn-float",
         "LayerNormalization InstanceNormalization GroupNormalization SimplifiedLayerNormalization "
         "RMSNormalization SkipLayerNormalization LpNormalization MeanVarianceNormalization Softmax "
         "LogSoftmax LSTM GRU RNN Attention MultiHeadAttention Einsum TopK Where", Role.FLOAT,

@@ -83,18 +83,13 @@ def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
     order = _depth_first([[made[value] for value in values if value in made] for values in reads])
     main, reads = [main[at] for at in order], [reads[at] for at in order]
     last = {value: position for position, values in enumerate(reads) for value in values}
-    live_float: set[str] = set()
-    ending: dict[int, list[str]] = {}
     groups: list[list[SourceNode]] = [[]]
+    read_until = 0  # where the last of the float values so far is read for the last time
     for position, node in enumerate(main):
-        for value in ending.pop(position, []):
-            live_float.discard(value)
         groups[-1].append(node)
-        for value in node.proto.output:
-            if last.get(value, -1) > position and not _may_cross(value, graph):
-                live_float.add(value)
-                ending.setdefault(last[value], []).append(value)
-        if len(groups[-1]) >= size and not live_float and position + 1 < len(main):
+        floats = (value for value in node.proto.output if value in last and not _may_cross(value, graph))
+        read_until = max([read_until, *(last[value] for value in floats)])
+        if len(groups[-1]) >= size and read_until <= position and position + 1 < len(main):
             groups.append([])
     return groups
 

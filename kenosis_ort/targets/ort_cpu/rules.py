@@ -326,7 +326,7 @@ class _Finder:
         if node is None or node.op_type != "Clip" or str(node.name) in self.placed.absorbed:
             return False
         while node is not None and node.op_type in _MAY_VANISH:
-            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
+            data = self._computed(node)
             reads = [d for d in self._reads(str(data[0].name)) if d.edge.consumer == str(node.name)] if data else []
             if len(data) != 1 or any(d.how is not How.FLOAT for d in reads):
                 return False
@@ -337,7 +337,7 @@ class _Finder:
         """Whether anything else reads what lies between a node and a value behind it."""
         node = value.producer()
         while node is not None and node is not source:
-            data = next(v for v in node.inputs if v is not None and not self.view.is_constant(v))
+            data = self._computed(node)[0]
             if self.view.sole_consumer(data) is None:
                 return True
             node = data.producer()
@@ -356,7 +356,7 @@ class _Finder:
         while node is not None and self._merges_into_producer(node):
             if str(node.name) in self.placed.biased:
                 return node
-            data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
+            data = self._computed(node)
             node = data[0].producer() if len(data) == 1 else None
         if node is None or str(node.name) in self.placed.absorbed:
             return None
@@ -373,6 +373,10 @@ class _Finder:
 
     def _is_integer(self, node: ir.Node) -> bool:
         return str(node.name) in self.placed.integer
+
+    def _computed(self, node: ir.Node) -> list[ir.Value]:
+        """What a node reads besides constants."""
+        return [value for value in node.inputs if value is not None and not self.view.is_constant(value)]
 
     def _reads(self, value: str) -> Sequence[Decision]:
         return self.placed.decisions.get(value, ())

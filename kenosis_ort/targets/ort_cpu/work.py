@@ -362,8 +362,6 @@ not, as its own are."""
 
 ORT_CPU_COSTS: Final = PROFILES[0].table(
     CostTable(
-        measured_on="",
-        command="kenosis-ort profile",
         run=0.0,
         kernels={},
         error=1.0,

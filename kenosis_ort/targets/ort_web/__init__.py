@@ -373,7 +373,6 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
 _MEASURED: Final = HostProfile.parse((files(__package__) / "costs.json").read_text("utf-8"))
 ORT_WEB_COSTS: Final = replace(
     _MEASURED.table(ORT_CPU_COSTS),
-    command="python benchmarks/op_costs.py --target ort-web",
     host="",
     work=work_of,
     fused=frozenset({"relu", "clip", "leaky-relu", "hard-sigmoid"}),

@@ -8,7 +8,6 @@ The accuracy passes are evaluated on ONNX Runtime's CPU provider, which computes
 a hundredth of the simulator's time.
 """
 
-from functools import partial
 from typing import Final
 
 from onnx import TensorProto
@@ -18,57 +17,56 @@ from kenosis_ort.targets.qnn.htp_proof import missing, prove
 from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
 
 _WHY_NOT: Final = missing()
-_rule: Final = partial(rule, versions="onnxruntime-qnn>=2.7")
 
 RULES: Final = (
-    _rule("qnn-conv", "Conv ConvTranspose", Role.ANCHOR,
+    rule("qnn-conv", "Conv ConvTranspose", Role.ANCHOR,
         "Conv runs with int8 weights by channel, an int32 bias, and Q on what it writes; without that it is refused",
         requires=WEIGHTED),
-    _rule("qnn-gemm", "Gemm", Role.ANCHOR,
+    rule("qnn-gemm", "Gemm", Role.ANCHOR,
         "Gemm likewise, with weights by channel too; one that writes float is refused, as is alpha other than 1",
         requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.WEIGHT_RANK_2)),
-    _rule("qnn-matmul", "MatMul", Role.ANCHOR,
+    rule("qnn-matmul", "MatMul", Role.ANCHOR,
         "MatMul with a constant matrix takes int8 weights by channel",
         requires=(Requirement.CONSTANT_WEIGHT, Requirement.WEIGHT_RANK_2)),
-    _rule("qnn-matmul-activations", "MatMul Einsum", Role.BINARY,
+    rule("qnn-matmul-activations", "MatMul Einsum", Role.BINARY,
         "a product of two activations runs on integers", data_inputs=None),
-    _rule("qnn-elementwise", "Add Sub Mul Div Pow Min Max Sum Mean PRelu", Role.BINARY,
+    rule("qnn-elementwise", "Add Sub Mul Div Pow Min Max Sum Mean PRelu", Role.BINARY,
         "elementwise operators rescale internally; constants are quantized like activations", data_inputs=None),
-    _rule("qnn-where", "Where", Role.BINARY,
+    rule("qnn-where", "Where", Role.BINARY,
         "Where chooses between two quantized values", data_inputs=(1, 2)),
-    _rule("qnn-sigmoid", "Sigmoid", Role.UNARY,
+    rule("qnn-sigmoid", "Sigmoid", Role.UNARY,
         "Sigmoid in 16 bits writes multiples of 1/65536 whatever the file says", wide_output=(0.0, 65535 / 65536)),
-    _rule("qnn-tanh", "Tanh", Role.UNARY,
+    rule("qnn-tanh", "Tanh", Role.UNARY,
         "Tanh in 16 bits writes multiples of 1/32768 whatever the file says", wide_output=(-1.0, 32767 / 32768)),
-    _rule("qnn-softmax", "Softmax", Role.UNARY,
+    rule("qnn-softmax", "Softmax", Role.UNARY,
         "Softmax in 8 bits writes as if the zero point were 0, without a word", own_grid=True),
-    _rule("qnn-functions",
+    rule("qnn-functions",
         "LeakyRelu Elu Selu HardSigmoid HardSwish Gelu Softplus Mish ThresholdedRelu Exp Log Sqrt "
         "Abs Neg Ceil Floor Round Sign Sin Cos Atan Reciprocal LogSoftmax", Role.UNARY,
         "functions of one value run between DQ and Q"),
-    _rule("qnn-norms",
+    rule("qnn-norms",
         "LayerNormalization InstanceNormalization BatchNormalization RMSNormalization "
         "LpNormalization LRN", Role.UNARY,
         "normalizations run between DQ and Q; the provider quantizes their float scale and bias itself"),
-    _rule("qnn-pools", "AveragePool GlobalAveragePool GlobalMaxPool LpPool", Role.UNARY,
+    rule("qnn-pools", "AveragePool GlobalAveragePool GlobalMaxPool LpPool", Role.UNARY,
         "pools that compute have scales of their own in and out"),
-    _rule("qnn-reductions", "ReduceMean ReduceSum ReduceMax ReduceMin ReduceL2", Role.UNARY,
+    rule("qnn-reductions", "ReduceMean ReduceSum ReduceMax ReduceMin ReduceL2", Role.UNARY,
         "reductions run between DQ and Q"),
-    _rule("qnn-concat", "Concat", Role.CONCAT,
+    rule("qnn-concat", "Concat", Role.CONCAT,
         "Concat wraps around, without a word, where it reads what lies outside its output's range: one grid for all",
         data_inputs=None),
-    _rule("qnn-moves",
+    rule("qnn-moves",
         "MaxPool Reshape Transpose Flatten Squeeze Unsqueeze DepthToSpace SpaceToDepth Slice Split "
         "Expand Tile Gather GatherElements GatherND TopK", Role.PASS_THROUGH,
         "operators that move data keep the scale"),
-    _rule("qnn-resize-nearest", "Resize", Role.PASS_THROUGH,
+    rule("qnn-resize-nearest", "Resize", Role.PASS_THROUGH,
         "Resize moves data in nearest mode", requires=(Requirement.RESIZE_NEAREST,)),
-    _rule("qnn-resample", "Resize Pad GridSample", Role.UNARY,
+    rule("qnn-resample", "Resize Pad GridSample", Role.UNARY,
         "what interpolates or fills has scales of its own in and out", data_inputs=(0,)),
-    _rule("qnn-relu", "Relu Clip", Role.ACTIVATION,
+    rule("qnn-relu", "Relu Clip", Role.ACTIVATION,
         "Relu and Clip are taken in where the quantized range lies within their bounds to the last digit, else refused"
     ),
-    _rule("qnn-refused",
+    rule("qnn-refused",
         "Erf Celu Softsign GroupNormalization MeanVarianceNormalization ReduceProd ReduceL1 "
         "ReduceLogSumExp ReduceSumSquare Trilu ReverseSequence LSTM GRU RNN Attention "
         "MultiHeadAttention SkipLayerNormalization FastGelu BiasGelu", Role.FLOAT,

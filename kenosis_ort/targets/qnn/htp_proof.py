@@ -283,12 +283,13 @@ def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, ve
     for provider, names in answer.taken.items():
         for name in names:
             token = token_of(name)
-            if token is not None and token < len(graph.nodes) and graph.nodes[token].is_compute:
-                taker[token] = provider
-            elif token is not None and token < len(graph.nodes):
-                overhead[graph.nodes[token].op_type if provider == PROVIDER else f"{provider} Q, DQ"] += 1
-            else:
+            node = None if token is None or token >= len(graph.nodes) else graph.nodes[token]
+            if node is None:
                 overhead[f"{provider} layout"] += 1
+            elif node.is_compute:
+                taker[node.index] = provider
+            else:
+                overhead[node.op_type if provider == PROVIDER else f"{provider} Q, DQ"] += 1
     refused = _refused(answer)
     kernels = tuple(
         _of_unloaded(node, graph, refused, plan)
