@@ -96,7 +96,7 @@ class ClippingSimulation:
         self._outputs = [value.name for value in graph.output]
         self._inputs = [value.name for value in graph.input if value.name not in self._tensors]
         self._parts = self._cut(graph.node)
-        self.layers = tuple(part.layer.name for part in self._parts if part.layer is not None)
+        self.layers = tuple(part.nodes[0].name for part in self._parts if part.order is not None)
         self._sessions: dict[int, ort.InferenceSession] = {}
 
     def run(self, feed: Feed, *, clips: bool) -> dict[str, Array]:
@@ -108,11 +108,12 @@ class ClippingSimulation:
         """
         known: dict[str, Any] = {name: feed[name] for name in self._inputs if name in feed}
         for at, part in enumerate(self._parts):
-            if part.layer is None:
+            if part.order is None:
                 known.update(self._between(at, part, known))
-            elif part.order is not None:
-                call = _Call(part.layer, [self._value(name, known) for name in part.layer.input], part.order, clips)
-                known[part.layer.output[0]] = _OPERATORS[part.layer.op_type](call)
+            else:
+                (layer,) = part.nodes
+                call = _Call(layer, [self._value(name, known) for name in layer.input], part.order, clips)
+                known[layer.output[0]] = _OPERATORS[layer.op_type](call)
             known = {name: value for name, value in known.items() if name in part.needed}
         return {name: np.asarray(self._value(name, known)) for name in self._outputs}
 
@@ -125,7 +126,7 @@ class ClippingSimulation:
             if is_between:
                 parts.append(_Part([node for node, _ in members]))
             else:
-                parts += [_Part([node], node, order) for node, order in members]
+                parts += [_Part([node], order) for node, order in members]
         needed = frozenset(self._outputs)
         for part in reversed(parts):
             part.needed = needed
@@ -178,13 +179,12 @@ class _Part:
 
     Attributes:
         nodes: In order.
-        layer: The only node, of which pairs can clip; None for a part that the runtime runs.
-        order: In which it reads its weights.
+        order: In which the only node, a layer of which pairs can clip, reads its weights; None for a part that the
+            runtime runs.
         needed: Names of the values that later parts or the model's outputs read.
     """
 
     nodes: Sequence[onnx.NodeProto]
-    layer: onnx.NodeProto | None = None
     order: product_pairs.PairOrder | None = None
     needed: frozenset[str] = frozenset()
 

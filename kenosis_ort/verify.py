@@ -4,7 +4,7 @@ The fusion proof with the kernel of every compute node, conformance to the patte
 and zero points of biases. What clipped products cost on other processors is `kenosis_ort.clipping`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -170,40 +170,37 @@ def check_bias_alignment(model: onnx.ModelProto, *, base: Path | None = None) ->
         One entry per bias that is off, empty if all are right.
     """
     graph = indexed(model, base)
-    problems = []
-    for node in graph.nodes:
-        if node.op_type in _BIASED and len(node.proto.input) > 2:
-            problems += _bias_problems(node, graph)
-    return problems
+    biased = (node for node in graph.nodes if node.op_type in _BIASED and len(node.proto.input) > 2)
+    return [problem for node in biased for problem in _bias_problems(node, graph)]
 
 
-def _bias_problems(node: SourceNode, graph: SourceGraph) -> list[Problem]:
+def _bias_problems(node: SourceNode, graph: SourceGraph) -> Iterator[Problem]:
+    """Yields what is wrong with the bias of a node."""
     name = node.proto.input[2]
     data, weight, bias = (graph.dq_of(v) for v in node.proto.input[:3])
     if data is None or weight is None or bias is None:
-        return []
+        return
     params = graph.params(bias)
     if params.elem_type != onnx.TensorProto.INT32 or params.scale is None:
-        return []
-    problems = []
+        return
     if params.zero_point is not None and np.any(params.zero_point != 0):
-        problems.append(Problem("bias-zero-point", node.label, name, f"the zero point of bias '{name}' is not 0"))
+        yield Problem("bias-zero-point", node.label, name, f"the zero point of bias '{name}' is not 0")
     a, b = graph.params(data).scale, graph.params(weight).scale
     if a is None or b is None:
-        return problems
+        return
     factor = 1.0
     if node.op_type == "Gemm":
         alpha, beta = float(node.attribute("alpha", 1.0)), float(node.attribute("beta", 1.0))
         if beta == 0.0:
-            return problems  # the bias is not read
+            return  # the bias is not read
         factor = alpha / beta
     expected = (a.ravel() * b.ravel() * factor).ravel()
     actual = params.scale.ravel()
     if actual.size != expected.size and 1 not in (actual.size, expected.size):
         what = f"bias '{name}' has {actual.size} scales for {expected.size} channels"
-        return [*problems, Problem("bias-scale", node.label, name, what)]
+        yield Problem("bias-scale", node.label, name, what)
+        return
     error = np.abs(actual - expected) / np.maximum(np.abs(expected), _LEAST_STEP)
     if (error > np.maximum(_SCALE_TOLERANCE, _LEAST_STEP / np.maximum(np.abs(expected), _LEAST_STEP))).any():
         what = f"the scale of bias '{name}' is off input scale x weight scale by up to {100 * error.max():.2g} %"
-        problems.append(Problem("bias-scale", node.label, name, what))
-    return problems
+        yield Problem("bias-scale", node.label, name, what)

@@ -1,5 +1,6 @@
 """The measure of detectors: objects are the boxes that both models find, matched by class and overlap."""
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,9 +78,8 @@ class DetectionF1(Measure):
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
         ours, theirs = self._found(actual), self._found(expected)
         matched, total = 0, 0
-        for sample in range(max(len(ours), len(theirs))):
-            a = ours[sample] if sample < len(ours) else {}
-            b = theirs[sample] if sample < len(theirs) else {}
+        nothing: dict[int, Float64] = {}
+        for a, b in itertools.zip_longest(ours, theirs, fillvalue=nothing):
             total += sum(map(len, a.values())) + sum(map(len, b.values()))
             matched += sum(_matched(a[label], b[label]) for label in a.keys() & b.keys())
         return np.array([2 * matched, total], np.float64)

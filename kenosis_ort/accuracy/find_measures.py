@@ -20,7 +20,7 @@ import onnx
 from kenosis_ort.accuracy import measures as found_by
 from kenosis_ort.accuracy.detections import BoxLayout, DetectionF1
 from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, product
-from kenosis_ort.accuracy.measures import THRESHOLD, ClassAgreement, ClassOverlap, Measure, without_ones
+from kenosis_ort.accuracy.measures import THRESHOLD, ClassAgreement, ClassOverlap, Measure, TokenAgreement, without_ones
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares
@@ -145,7 +145,7 @@ def _of_softmax(name: str, arrays: Sequence[Array]) -> Measure | None:
     if first.ndim == 2 and first.shape[1] > 1:
         return ClassAgreement(name, logarithms=bool(first.min() >= 0.0))
     if first.ndim == 3 and first.shape[-1] > 1 and _sums_to_one(first, -1):
-        return ClassAgreement(name, "token")
+        return TokenAgreement(name)
     if first.ndim == 4:
         for axis in (1, -1):
             others = [n for at, n in enumerate(first.shape) if at not in (0, axis % 4)]
@@ -161,7 +161,7 @@ def _of_scores(name: str, arrays: Sequence[Array], inputs: set[tuple[int, ...]])
         return ClassAgreement(name) if same and _are_scores(np.concatenate(arrays).astype(np.float64)) else None
     if first.ndim == 3 and first.shape[-1] >= _LEAST_VOCABULARY and len({a.shape[-1] for a in arrays}) == 1:
         rows = np.concatenate([a.reshape(-1, a.shape[-1])[:256] for a in arrays[:8]]).astype(np.float64)
-        return ClassAgreement(name, "token") if _are_scores(rows) else None
+        return TokenAgreement(name) if _are_scores(rows) else None
     pictures = [shape for shape in inputs if len(shape) == 4]
     if first.ndim == 4 and any(s[2:] == first.shape[2:] and s[1] != first.shape[1] for s in pictures):
         classes = first.shape[1]

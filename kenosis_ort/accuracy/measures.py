@@ -239,41 +239,39 @@ THRESHOLD = 0.5  # score from which on something was found
 
 
 @dataclass(frozen=True)
-class ClassAgreement(Measure):
-    """Share of rows whose largest score is at the same place as the float model's: classes, or tokens in a sequence.
-
-    Attributes:
-        output: The output.
-        what: ``top-1`` for classes, ``token`` for positions of a sequence.
-        logarithms: Whether scores are made logarithms for `expected`: they are probabilities.
-    """
+class TokenAgreement(Measure):
+    """Share of positions of a sequence whose largest score is at the same place as the float model's."""
 
     output: str
-    what: str = "top-1"
-    logarithms: bool = False
 
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        return f"{self.what} agreement with the float model in"
-
-    @property
-    def unit(self) -> str:  # type: ignore[override]
-        return "share of decisions" if self.what == "top-1" else "share of tokens"
-
-    @property
-    def independent(self) -> bool:  # type: ignore[override]
-        return self.what == "top-1"
+    title = "token agreement with the float model in"
+    unit = "share of tokens"
 
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
         a, b = _rows(actual[self.output]), _rows(expected[self.output])
         same = int((_winners(a) == _winners(b)).sum()) if a.shape == b.shape else 0
         return np.array([same, max(len(a), len(b))], np.float64)
 
+
+@dataclass(frozen=True)
+class ClassAgreement(TokenAgreement):
+    """Share of rows of which the same class has the largest score.
+
+    Attributes:
+        logarithms: Whether scores are made logarithms for `expected`: they are probabilities.
+    """
+
+    logarithms: bool = False
+
+    title = "top-1 agreement with the float model in"
+    unit = "share of decisions"
+    independent = True
+
     def details(self, actual: Outputs, expected: Outputs) -> Float64 | None:
         """Margin between the two best classes by row, and the noise on their difference."""
-        if self.what != "top-1":
-            return None
-        a, b = (self._scores(o[self.output]) for o in (actual, expected))
+        a, b = (_rows(o[self.output]) for o in (actual, expected))
+        if self.logarithms:
+            a, b = (np.log(np.maximum(rows, _LEAST_PROBABILITY)) for rows in (a, b))
         if a.shape != b.shape or b.shape[1] < 2 or not (np.isfinite(a).all() and np.isfinite(b).all()):
             return None
         order = np.argsort(-b, axis=1, kind="stable")[:, :2]
@@ -282,7 +280,7 @@ class ClassAgreement(Measure):
         return np.stack([b[at, first] - b[at, second], noise[at, second] - noise[at, first]], axis=1)
 
     def expected(self, details: Sequence[Float64]) -> float | None:
-        """The agreement that follows from margins and noise, for classes.
+        """The agreement that follows from margins and noise.
 
         Another class wins where noise on the difference of the two best scores exceeds their margin. The noise is
         taken as normal with the root mean square seen over all rows, so that samples of which none flips tell apart
@@ -292,15 +290,9 @@ class ClassAgreement(Measure):
             return None
         margin, noise = np.concatenate(details).T
         spread = math.sqrt(float(np.mean(noise**2)))
-        return (
-            1.0
-            if spread == 0.0
-            else 1.0 - float(np.mean([0.5 * math.erfc(m / (spread * math.sqrt(2.0))) for m in margin]))
-        )
-
-    def _scores(self, array: Float64) -> Float64:
-        rows = _rows(array)
-        return np.log(np.maximum(rows, _LEAST_PROBABILITY)) if self.logarithms else rows
+        if spread == 0.0:
+            return 1.0
+        return 1.0 - float(np.mean([0.5 * math.erfc(m / (spread * math.sqrt(2.0))) for m in margin]))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -83,9 +84,15 @@ def kernel_speeds(
     probes = {(op, types): _model(op, *_TYPES[types]) for op in ("Conv", "MatMul") for types in _TYPES}
     sources = {f"{op} {types}": model.SerializeToString() for (op, types), model in probes.items()}
     feeds = {f"{op} {types}": _feed(model) for (op, types), model in probes.items()}
+
+    def opened(name: str) -> Any:
+        """A session that takes a feed of its own, where the harness hands all the same one."""
+        session = open_session(sources[name], threads=threads, spinning=True)
+        return SimpleNamespace(run=lambda names, _: session.run(names, feeds[name]))
+
     timings = time_interleaved(
         list(sources),
-        lambda name: _Fed(open_session(sources[name], threads=threads, spinning=True), feeds[name]),
+        opened,
         [{}],
         Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S),
         progress=progress,
@@ -97,35 +104,14 @@ def kernel_speeds(
             found.append(KernelSpeed(op, types, reason=timings.failed.get(name, "float32 did not run")))
             continue
         own, reference = (np.asarray(timings.round_ms(n)) for n in (name, base))
-        ratio = float(np.median(reference / own))
-        kernel, reason = _kernel(sources[name])
-        found.append(
-            KernelSpeed(op, types, kernel, 1e3 * float(np.median(own)) / _LAYERS, ratio, _verdict(types, ratio), reason)
-        )
+        ratio, milliseconds = float(np.median(reference / own)), float(np.median(own)) / _LAYERS
+        verdict = "fast" if ratio >= _FAST else "slow" if ratio <= _SLOW else "no gain"
+        heavy = [k for k in verify_fusion(sources[name]).kernels if k.op_type.endswith(("Conv", "MatMul"))]
+        middle = heavy[_LAYERS // 2]
+        kernel, reason = (middle.kernel or middle.op_type).removeprefix("com.microsoft."), middle.reason
+        verdict, reason = "baseline" if types == FLOAT32 else verdict, "" if middle.integer else reason
+        found.append(KernelSpeed(op, types, kernel, 1e3 * milliseconds, ratio, verdict, reason))
     return tuple(found)
-
-
-class _Fed:
-    """A session with the feed that it takes; the harness hands all the same one."""
-
-    def __init__(self, session: ort.InferenceSession, feed: Mapping[str, Any]) -> None:
-        self._session, self._feed = session, feed
-
-    def run(self, output_names: None, input_feed: Any) -> Any:  # noqa: ARG002
-        """Runs the model once on its own feed."""
-        return self._session.run(output_names, self._feed)
-
-
-def _verdict(types: str, ratio: float) -> str:
-    if types == FLOAT32:
-        return "baseline"
-    return "fast" if ratio >= _FAST else "slow" if ratio <= _SLOW else "no gain"
-
-
-def _kernel(source: bytes) -> tuple[str, str]:
-    """Kernel that executes the middle layer, and the reason where it is float."""
-    heavy = [k for k in verify_fusion(source).kernels if k.op_type.endswith(("Conv", "MatMul"))][_LAYERS // 2]
-    return (heavy.kernel or heavy.op_type).removeprefix("com.microsoft."), "" if heavy.integer else heavy.reason
 
 
 _GRID: Final = "a_scale, a_point"

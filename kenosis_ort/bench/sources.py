@@ -120,16 +120,12 @@ def check_same(inputs: Mapping[str, Inputs]) -> None:
     Raises:
         OptionError: A name or a type differs.
     """
-    listed = {name: {(spec.name, spec.dtype) for spec in required} for name, (required, _) in inputs.items()}
-    texts = {
-        name: ", ".join(f"{spec.name} {spec.dtype or 'no numbers'}" for spec in required) or "none"
-        for name, (required, _) in inputs.items()
-    }
-    first = next(iter(inputs))
-    for name, taken in listed.items():
-        if taken != listed[first]:
+    (first, (wanted, _)), *others = inputs.items()
+    for name, (taken, _) in others:
+        if {spec[:2] for spec in taken} != {spec[:2] for spec in wanted}:
+            texts = [", ".join(f"{s.name} {s.dtype or 'no numbers'}" for s in of) or "none" for of in (wanted, taken)]
             raise OptionError(
-                f"the models take different inputs: {texts[first]} for '{first}', {texts[name]} for '{name}'",
+                f"the models take different inputs: {texts[0]} for '{first}', {texts[1]} for '{name}'",
                 where=name,
                 fix="compare models that take the same inputs",
             )

@@ -130,12 +130,10 @@ class Accumulator:
         known = self._follow_channels(array)
         if self._builder is None:
             return known or extremes(array), _NOTHING
-        if self._counts_all:
-            return extremes(array), array
-        stride = _stride(array.size)
-        if known is not None:
+        stride = 1 if self._counts_all else _stride(array.size)
+        if known is not None and not self._counts_all:
             return known, array.reshape(-1)[::stride]
-        return (extremes(array), array) if stride == 1 else extremes_and_some(array, stride)
+        return extremes_and_some(array, stride)
 
     def take(self, seen: Extremes, some: Array) -> bool:
         """Adds what `look` returned.
@@ -287,30 +285,25 @@ def blocks(values: npt.NDArray[np.floating]) -> Iterator[npt.NDArray[np.float32]
         yield flat[start : start + BLOCK].astype(np.float32, copy=False)
 
 
-def extremes(array: npt.NDArray[np.floating]) -> Extremes:
+def extremes(array: Array) -> Extremes:
     """The extremes of an array, in one pass over memory."""
-    low, high = math.inf, -math.inf
-    for block in blocks(array):
-        block_low, block_high = ends(block)
-        if math.isnan(block_low):
-            return Extremes(math.nan, math.nan, array.size)
-        low, high = min(low, block_low), max(high, block_high)
-    return Extremes(low, high, array.size)
+    return extremes_and_some(array, 1)[0]
 
 
 def extremes_and_some(array: Array, stride: int) -> tuple[Extremes, Array]:
-    """The extremes and every ``stride``-th element, taken while it is in the processor's cache."""
+    """The extremes and every ``stride``-th element, taken while it is in the processor's cache; of 1 the array."""
     low, high = math.inf, -math.inf
-    picked = np.empty(-(-array.size // stride), np.float32)
+    picked = array if stride == 1 else np.empty(-(-array.size // stride), np.float32)
     behind = taken = 0  # elements up to the end of a block, and those picked of them
     for block in blocks(array):
         block_low, block_high = ends(block)
         if math.isnan(block_low):
             return Extremes(math.nan, math.nan, array.size), _NOTHING
         low, high = min(low, block_low), max(high, block_high)
-        start, behind = behind, behind + block.size
-        first, taken = taken, -(-behind // stride)
-        picked[first:taken] = block[first * stride - start :: stride]
+        if stride > 1:
+            start, behind = behind, behind + block.size
+            first, taken = taken, -(-behind // stride)
+            picked[first:taken] = block[first * stride - start :: stride]
     return Extremes(low, high, array.size), picked
 
 

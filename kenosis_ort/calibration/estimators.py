@@ -41,11 +41,8 @@ _MERGED = 4
 
 def _within(range_: Range, low_limit: float | None, high_limit: float | None) -> Range:
     """A range cut to limits."""
-    low, high = range_
-    if low_limit is not None:
-        low, high = max(low, low_limit), max(high, low_limit)
-    if high_limit is not None:
-        low, high = min(low, high_limit), min(high, high_limit)
+    least, most = -np.inf if low_limit is None else low_limit, np.inf if high_limit is None else high_limit
+    low, high = (min(max(end, least), most) for end in range_)
     return low, high
 
 

@@ -225,7 +225,6 @@ class StagedModel:
     ) -> None:
         self._model, self._proto, self._computed, self._types = model, proto, computed, types
         self._budget = budget
-        self._sizes: Sizes = {}
         self.is_heavy = weight_bytes(proto) > _MOST_WEIGHTS
         self._stages: list[_Stage] = []
         self._planned_bytes = -1
@@ -290,7 +289,6 @@ class StagedModel:
         sizes = estimate_bytes(self._proto, feed, set(self._computed))
         if unsized := [name for name in self._computed if name not in sizes]:
             sizes.update(self._measure(unsized, feed, sample))
-        self._sizes = sizes
         if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
             try:

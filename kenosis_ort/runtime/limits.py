@@ -111,10 +111,10 @@ def _from_facts(facts: Mapping[str, Any]) -> RuntimeLimits | None:
 
 def _probed() -> RuntimeLimits:
     return RuntimeLimits(
-        max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir_version=version, opset=_OLDEST_OPSET)),
-        max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(ir_version=_OLDEST_IR, opset=version)),
+        max_ir=_highest(_OLDEST_IR, lambda version: _loads(ir=version)),
+        max_opset=_highest(_OLDEST_OPSET, lambda version: _loads(opset=version)),
         version=onnxruntime.__version__,
-        max_ml=_highest(_OLDEST_ML, lambda version: _loads(ir_version=_OLDEST_IR, opset=_OLDEST_OPSET, ml=version)),
+        max_ml=_highest(_OLDEST_ML, lambda version: _loads(ml=version)),
     )
 
 
@@ -130,25 +130,23 @@ def _highest(known: int, loads: Callable[[int], bool]) -> int:
     return low
 
 
-def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
-    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
-    nodes = [
-        onnx.helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
-        onnx.helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
-    ]
-    parameters = [
-        onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [1.0]),
-        onnx.helper.make_tensor("zero", onnx.TensorProto.UINT8, [], [0]),
-    ]
-    graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
-    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
+_PROBE = """
+    <ir_version: {ir}, opset_import: ["": {opset}, "ai.onnx.ml": {ml}]>
+    probe (float[1] x) => (float[1] y) <float scale = {{1}}, uint8 zero = {{0}}> {{
+        q = QuantizeLinear (x, scale, zero)
+        y = DequantizeLinear (q, scale, zero)
+    }}
+"""
+
+
+def _loads(*, ir: int = _OLDEST_IR, opset: int = _OLDEST_OPSET, ml: int = _OLDEST_ML) -> bool:
+    model = onnx.parser.parse_model(_PROBE.format(ir=ir, opset=opset, ml=ml))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime raises several unrelated classes
-        _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
+        _log.debug("IR %d, opset %d refused: %s", ir, opset, error)
         return False
     count(sessions=1)
     return True

@@ -41,7 +41,7 @@ def _boxes(rng, noise):
 
 
 CASES = [
-    (measures.ClassAgreement("y"), _scores(2, 5)), (measures.ClassAgreement("y", "token"), _scores(1, 7, 11)),
+    (measures.ClassAgreement("y"), _scores(2, 5)), (measures.TokenAgreement("y"), _scores(1, 7, 11)),
     (measures.YesOrNo("y"), _scores(1, 1, into=sigmoid)), (measures.SameTokens("y"), _ids),
     (measures.MaskOverlap("y"), _scores(1, 1, 9, 9, into=sigmoid)),
     (measures.ClassOverlap("y", 1, 4), _scores(1, 4, 8, 8, into=lambda x: softmax(x, 1))),

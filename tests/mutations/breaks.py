@@ -31,7 +31,7 @@ BREAKS = (
     Break("quantizer/grids.py", " * _least_error_share(weight, scale, axis, top)", "", "quantizer/test_grids.py"),
     Break("calibration/accumulators.py", "self._count += seen.count", "self._count = seen.count",
           "calibration/test_collector.py calibration/test_table.py"),
-    Break("calibration/histogram.py", "exponent = max(self.exponent, other.exponent)", "exponent = self.exponent",
+    Break("calibration/statistics.py", "exponent = max(self.exponent, other.exponent)", "exponent = self.exponent",
           "calibration/test_accumulators.py"),
     Break("accuracy/error.py", "_SPARSE = 0.25", "_SPARSE = 2.5", "accuracy"),
     Break("passes/runner.py", "after.beats(before) if each.must_beat else after.is_better(before)", "True",

@@ -130,10 +130,11 @@ class SyntheticSample:
         return [draws.integer(max(most // 4, 1), most) for _ in range(count)]
 
 
+@dataclass(eq=False)
 class Maker:
     """Makes up the values of one input.
 
-    Args:
+    Attributes:
         info: The input.
         shape: Its shape.
         values: Returns the values of a sample, which broadcast to the shape, of any type of numbers.
@@ -142,18 +143,12 @@ class Maker:
         natural: Whether the values are like those in nature, or leave nothing open; not so for tokens and features.
     """
 
-    def __init__(
-        self,
-        info: InputInfo,
-        shape: tuple[int, ...],
-        values: Callable[[SyntheticSample], Array],
-        says: str,
-        *,
-        known: Known = Known.GRAPH,
-        natural: bool = True,
-    ) -> None:
-        self.info, self.shape, self.values = info, shape, values
-        self.says, self.known, self.natural = says, known, natural
+    info: InputInfo
+    shape: tuple[int, ...]
+    values: Callable[[SyntheticSample], Array]
+    says: str
+    known: Known = Known.GRAPH
+    natural: bool = True
 
     def make(self, sample: SyntheticSample) -> Array:
         """The array of one sample, of the input's shape and type."""

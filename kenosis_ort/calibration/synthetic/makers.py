@@ -88,12 +88,6 @@ class Surroundings:
         axes = {i.name: next((a for a, d in enumerate(i.shape) if a and not isinstance(d, int)), 1) for i in timed}
         return max((self.shapes[i.name][axes[i.name]] for i in timed), default=1)
 
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the first image."""
-        images = (i for i in self.infos if i.kind is InputKind.IMAGE)
-        return next((i.sides(self.shapes[i.name]) for i in images), _IMAGE_SIZE)
-
 
 def make_makers(around: Surroundings) -> dict[str, Maker]:
     """A maker for each input, by name."""
@@ -210,8 +204,9 @@ def _fixed(info: InputInfo, shape: Shape, constant: Array, says: str, known: Kno
 
 
 def _image_size(info: InputInfo, shape: Shape, around: Surroundings) -> Maker:
-    """Height and width of the image, as detectors of PaddlePaddle take them."""
-    height, width = around.image_size
+    """Height and width of the first image, as detectors of PaddlePaddle take them."""
+    images = (i for i in around.infos if i.kind is InputKind.IMAGE)
+    height, width = next((i.sides(around.shapes[i.name]) for i in images), _IMAGE_SIZE)
     return _fixed(info, shape, np.resize((height, width), shape), f"the image's height and width, {height} x {width}")
 
 
