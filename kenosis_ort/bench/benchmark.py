@@ -156,9 +156,10 @@ def render_bench(report: BenchReport) -> RenderableType:
         f"{report.baseline} by the own time, above 1 is faster; noise: where that median lies with "
         f"{harness.CONFIDENCE:.0%} confidence."
     )
+    resources = ((t.name, _number(t.runs_per_second), _number(t.load_ms), format_bytes(t.size)) for t in report.models)
     return Group(
         _speeds(report),
-        _resources(report),
+        make_table("model", ">runs/s", ">load ms", ">size", rows=resources),
         Text(facts, style="dim"),
         *(Text.assemble(("left out: ", "red"), f"{gone.name}: {gone.reason}") for gone in report.left_out),
         *(Text.assemble(("note: ", "cyan"), note) for note in report.notes),
@@ -174,11 +175,6 @@ def _speeds(report: BenchReport) -> Table:
         verdict = "baseline" if is_baseline else Text(str(timing.verdict), style=_STYLES[timing.verdict])
         rows.append((timing.name, *times, f"{timing.ratio:.2f}x", noise, verdict))
     return make_table("model", ">p50 ms", ">p95 ms", ">p99 ms", ">speed", ">noise", "verdict", rows=rows)
-
-
-def _resources(report: BenchReport) -> Table:
-    rows = ((t.name, _number(t.runs_per_second), _number(t.load_ms), format_bytes(t.size)) for t in report.models)
-    return make_table("model", ">runs/s", ">load ms", ">size", rows=rows)
 
 
 def _number(value: float) -> str:

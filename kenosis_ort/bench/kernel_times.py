@@ -69,10 +69,12 @@ def profile_ops(
         options.profile_file_prefix = str(scratch / "ort")
         session = open_session(opened, options=options, custom_op_libraries=custom_op_libraries)
         timed = _run(session, samples, warmup=warmup, runs=runs, budget_s=budget_s)
-        events = _events(session.end_profiling())
+        profile = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     taken: dict[str, list[float]] = defaultdict(list)
     kernels: dict[str, str] = {}
-    for event in events:
+    for event in profile:
+        if event.get("cat") != "Node" or not str(event.get("name", "")).endswith(_KERNEL):
+            continue
         name = str(event["name"]).removesuffix(_KERNEL)
         taken[name].append(float(event["dur"]) / 1e3)
         kernels[name] = str(event.get("args", {}).get("op_name", ""))
@@ -160,9 +162,3 @@ def _run(session: Session, feeds: Sequence[Mapping[str, Any]], *, warmup: int, r
                 fix="check names, shapes and types of the feeds",
             ) from error
     return runs
-
-
-def _events(profile: str) -> list[dict[str, Any]]:
-    """The kernels' events of a profile."""
-    events = json.loads(Path(profile).read_text(encoding="utf-8"))
-    return [event for event in events if event.get("cat") == "Node" and str(event.get("name", "")).endswith(_KERNEL)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import os
 import tarfile
 from abc import abstractmethod
@@ -241,22 +242,17 @@ class _FileReader(StreamReader):
         return {**vars(self), "_feeds": None}  # each copy begins at the beginning
 
     def _stream(self) -> Iterator[dict[str, Array]]:
-        batch: list[Sample] = []
-        for sample in self._samples():
-            batch.append(sample)
-            if len(batch) == self._batch_size:
-                yield self._stacked(batch)
-                batch = []
-        if batch:
-            yield self._stacked(batch)
-
-    def _stacked(self, samples: Sequence[Sample]) -> dict[str, Array]:
-        try:
-            return {name: np.stack([sample[name] for sample in samples]) for name in self._inputs}
-        except ValueError as error:
-            raise CalibrationError(
-                f"Samples of different shapes cannot be one feed: {error}.", where=str(self._path), fix="batch_size=1"
-            ) from error
+        samples = self._samples()
+        while batch := list(itertools.islice(samples, self._batch_size)):
+            try:
+                feed = {name: np.stack([sample[name] for sample in batch]) for name in self._inputs}
+            except ValueError as error:
+                raise CalibrationError(
+                    f"Samples of different shapes cannot be one feed: {error}.",
+                    where=str(self._path),
+                    fix="batch_size=1",
+                ) from error
+            yield feed
 
     @abstractmethod
     def _samples(self) -> Iterator[Sample]:

@@ -149,7 +149,7 @@ class Sweep(Closing):
         kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
         self._fed = tuple(fed)
-        self._threads = points.threads or machine().cores
+        self._adder = _Adder(points.threads or machine().cores)
         self.start_again(part)
 
     def start_again(self, part: Part = MappingProxyType({}), cut: int | None = None) -> None:
@@ -261,7 +261,7 @@ class Sweep(Closing):
         def take(place: int, arrays: dict[str, Array]) -> None:
             number, chosen = origins[place]
             collector = self._collectors[0 if chosen else -1]
-            if broken := self._added(arrays, collector.add):
+            if broken := self._adder.add(arrays, collector.add):
                 given = {name: as_array(value) for name, value in feeds[place].items()}  # tells more than what follows
                 bad = [name for name, a in given.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
                 raise _non_finite(bad or broken, number)
@@ -292,8 +292,23 @@ class Sweep(Closing):
             found = {n: s.merge(found[n], weights=(1, 1)) for n, s in self._chosen.statistics().items()}
         return self._named(found)
 
-    def _added(self, arrays: Mapping[str, Array], take: Callable[[str, Array], bool]) -> list[str]:
-        """Adds arrays, several at a time; returns the names of those with NaN or infinity, in order."""
+    def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
+        found = united({**found, **self._constant}, self._unions)
+        return {name: found[name] for name in dict.fromkeys(self._points.tensors) if name in found}
+
+
+class _Adder:
+    """Adds tensors to a collector, several at a time.
+
+    Args:
+        threads: Number of threads that work on tensors.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def add(self, arrays: Mapping[str, Array], take: Callable[[str, Array], bool]) -> list[str]:
+        """Adds arrays; returns the names of those with NaN or infinity, in order."""
         shares = _shares({name: array.size for name, array in arrays.items()}, self._threads)
 
         def added(names: list[str]) -> list[str]:
@@ -307,10 +322,6 @@ class Sweep(Closing):
     def _pool(self) -> ThreadPoolExecutor:
         """Threads beside the caller's; they end with the object."""
         return ThreadPoolExecutor(self._threads - 1, initializer=np.seterr, initargs=("ignore",))  # as the caller's
-
-    def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
-        found = united({**found, **self._constant}, self._unions)
-        return {name: found[name] for name in dict.fromkeys(self._points.tensors) if name in found}
 
 
 def _non_finite(names: list[str], sample: int) -> CalibrationError:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,6 @@ class ObservedModel(Closing):
         self._file: Path | None = None  # beside the weights, for models that are opened
         self._is_mapped = outside.refers_outside(proto)
         self._skeleton = self._strip(proto)
-        self._constant_nodes: frozenset[int] | None = None
 
     def close(self) -> None:
         """Removes the temporary folders."""
@@ -164,9 +164,6 @@ class ObservedModel(Closing):
         Raises:
             CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
         """
-        return self._create(self._part(part, outputs, values), arena=alone)
-
-    def _part(self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any]) -> onnx.ModelProto:
         source = self._skeleton.graph
         model = onnx.ModelProto(ir_version=self._skeleton.ir_version)
         model.opset_import.extend(self._skeleton.opset_import)
@@ -186,13 +183,11 @@ class ObservedModel(Closing):
         for name in part.inputs:
             graph.input.append(own.get(name) or _input_like(name, values.get(name), annotated.get(name)))
         graph.output.extend(self._typed(outputs))
-        return model
+        return self._create(model, arena=alone)
 
     def _constants_before(self, part: Segment) -> list[onnx.NodeProto]:
         """The nodes in front of a part that compute constants which it reads."""
         nodes = self._skeleton.graph.node
-        if self._constant_nodes is None:
-            _, self._constant_nodes = constant_values(self._skeleton)
         wanted = set().union(*(read_names(node) for node in nodes[part.start : part.end]))
         found = []
         for at in sorted((at for at in self._constant_nodes if at < part.start), reverse=True):
@@ -200,6 +195,10 @@ class ObservedModel(Closing):
                 found.append(nodes[at])
                 wanted.update(read_names(nodes[at]))
         return found[::-1]
+
+    @cached_property
+    def _constant_nodes(self) -> frozenset[int]:
+        return constant_values(self._skeleton)[1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> Session:
         settings, source = self._settings, model.SerializeToString()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -247,6 +247,13 @@ class _Piece:
         with self._named():
             return run(self.session, names, feed, sample)
 
+    def call(self, sample: int, seen: Spool | None, /, **inputs: Any) -> dict[str, Array]:
+        """The outputs by name for inputs by name, which go to a list."""
+        feed = self.checked(inputs, sample)
+        if seen is not None:
+            seen.append(feed)
+        return self.run(feed, sample)
+
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Names the model in what is raised."""
@@ -399,7 +406,7 @@ class PipelineReader:
         assert self._run is not None
         for number, sample in enumerate(self._samples):
             seen = Spool()
-            calls = {p.name: _recording(p, number, seen if p.name == wanted else None) for p in self._order}
+            calls = {p.name: partial(p.call, number, seen if p.name == wanted else None) for p in self._order}
             self._run(calls, sample)
             yield from seen
 
@@ -438,13 +445,3 @@ def _opened(name: str, model: Any, settings: SessionSettings) -> _Piece:
         for values in (proto.graph.input, proto.graph.output)
     )
     return _Piece(name, ObservedModel(proto, settings), input_specs(proto), inputs, outputs)
-
-
-def _recording(piece: _Piece, sample: int, seen: Spool | None) -> Callable[..., dict[str, Array]]:
-    def call(**inputs: Any) -> dict[str, Array]:
-        feed = piece.checked(inputs, sample)
-        if seen is not None:
-            seen.append(feed)
-        return piece.run(feed, sample)
-
-    return call

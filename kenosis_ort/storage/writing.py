@@ -56,7 +56,18 @@ class Scratch:
         try:
             made = tempfile.mkdtemp(prefix=f"{'' if beside is None else '.'}kenosis-{kind}-", dir=beside)
         except OSError as error:
-            raise _not_made(error, beside) from error
+            reason = error.strerror or str(error)
+            if beside is not None:
+                raise OutputError(
+                    f"The output folder is not writable: {reason}.",
+                    where=str(beside),
+                    fix="Choose another output folder or change its permissions.",
+                ) from error
+            raise OutputError(
+                f"No temporary folder can be made: {reason}.",
+                where=os.environ.get("TMPDIR") or "the system's folder for temporary files",
+                fix="Free disk space, or let the environment variable TMPDIR name a folder that can be written.",
+            ) from error
         self.path = Path(made)
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
@@ -105,21 +116,6 @@ def _is_held_by_another(descriptor: int) -> bool:
     except OSError as error:  # a file system without locks
         _log.debug("no lock: %s", error)
     return False
-
-
-def _not_made(error: OSError, beside: Path | None) -> OutputError:
-    reason = error.strerror or str(error)
-    if beside is not None:
-        return OutputError(
-            f"The output folder is not writable: {reason}.",
-            where=str(beside),
-            fix="Choose another output folder or change its permissions.",
-        )
-    return OutputError(
-        f"No temporary folder can be made: {reason}.",
-        where=os.environ.get("TMPDIR") or "the system's folder for temporary files",
-        fix="Free disk space, or let the environment variable TMPDIR name a folder that can be written.",
-    )
 
 
 _FOLDS_CASE: Final = sys.platform in ("win32", "darwin")
