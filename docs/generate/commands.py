@@ -7,8 +7,7 @@ import argparse
 import re
 from itertools import groupby
 
-from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli.main import COMMANDS, build_parser
 from kenosis_ort.cli.parser import epilog
 
 from .markdown import code, fence, table

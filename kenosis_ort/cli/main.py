@@ -19,16 +19,37 @@ from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import flags
-from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli import commands, flags, inquiries
 from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, epilog
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError, KenosisWarning, ModelLoadError, did_you_mean, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
+COMMANDS: Final = {
+    command.name: command()
+    for command in (
+        commands.Quantize,
+        inquiries.Verify,
+        inquiries.Explain,
+        inquiries.Compare,
+        inquiries.CompareTargets,
+        inquiries.Targets,
+        inquiries.Bench,
+        inquiries.Inspect,
+        commands.Convert,
+        commands.Calibrate,
+        commands.Merge,
+        commands.Fuse,
+        commands.Weights,
+        commands.Sweep,
+        inquiries.Doctor,
+        inquiries.Profile,
+        inquiries.Demo,
+    )
+}
 _MODELS = ("model", "float_model", "quantized_model")
 """Arguments that name a model which has to be there."""
 _OUTPUT = flags.grouped(

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from kenosis_ort import __version__
 from kenosis_ort.cli import flags
-from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli.commands import Quantize
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import files_named
@@ -128,7 +128,7 @@ def _job(name: str, settings: Any, defaults: Mapping[str, Any], folder: Path, re
         raise ModelLoadError("The model file does not exist.", where=f"{model}, {where}", fix="Check the path.")
     arguments = (str(model), str(output), *_arguments(words, where))
     parser = Parser(prog="kenosis-ort quantize", where=where)
-    flags.add_arguments(parser, COMMANDS["quantize"].arguments)
+    flags.add_arguments(parser, Quantize.arguments)
     parsed = parser.parse_args(arguments)
     if parsed.data is None and parsed.synthetic is None and parsed.calibration_cache_path is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")

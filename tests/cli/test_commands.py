@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from kenosis_ort import CalibrationTable
-from kenosis_ort.cli import commands, screen, sweep_command
+from kenosis_ort.cli import screen, sweep_command
+from kenosis_ort.cli.main import COMMANDS
 from kenosis_ort.demo import measurements as measured
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
@@ -208,17 +209,17 @@ def call(shell, command, more=""):
 
 
 def test_every_command_is_tried_here():
-    assert CALLS.keys() == commands.COMMANDS.keys()
+    assert CALLS.keys() == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", commands.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_all_that_is_on_stdout(command, folder):
     printed = call(folder, command, "--json")
     assert printed.data
     assert (printed.lacks("NaN", "Infinity"), printed.err) == (["NaN", "Infinity"], "")
 
 
-@pytest.mark.parametrize("command", commands.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(command, folder):
     assert call(folder, command, "--quiet") == ("", "")
     printed = call(folder, command)
@@ -233,14 +234,14 @@ def test_no_color_is_honoured_on_a_terminal(name, coloured, shell, monkeypatch):
     assert bool(COLOUR.search(call(shell, "verify").out)) is coloured
 
 
-@pytest.mark.parametrize("command", ["", *commands.COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_has_an_example_and_the_exit_codes(command, shell):
     printed = shell(f"{command} --help")
     assert f"\n  kenosis-ort {command}" in printed.out
     assert not printed.lacks("exit codes:", "--json", "--quiet", "--verbose")
     if command:
-        assert ("\n  1 " in printed.out) is bool(commands.COMMANDS[command].one)
-        assert commands.COMMANDS[command].summary[0].islower()
+        assert ("\n  1 " in printed.out) is bool(COMMANDS[command].one)
+        assert COMMANDS[command].summary[0].islower()
 
 
 def test_the_common_options_go_before_and_after_the_command(shell):
@@ -271,16 +272,16 @@ def test_parsing_imports_nothing_slow():
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("command", [name for name, each in commands.COMMANDS.items() if each.needs_data])
+@pytest.mark.parametrize("command", [name for name, each in COMMANDS.items() if each.needs_data])
 def test_where_data_are_needed_their_lack_is_told(command, shell):
     words = CALLS[command].partition(" --data")[0]
     assert "--synthetic" in shell(f"{command} {words}", code=2).err
 
 
-@pytest.mark.parametrize("command", commands.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_missing_model_is_named_with_the_closest_one(command, shell):
     """Whatever takes a model; bench leaves models out, and is asked of a single one elsewhere."""
-    if any(one.dest in ("model", "float_model") for one in commands.COMMANDS[command].arguments):
+    if any(one.dest in ("model", "float_model") for one in COMMANDS[command].arguments):
         line = CALLS[command].replace("float.onnx", "flaot.onnx").replace("int8.onnx", "int4.onnx")
         assert re.search("Did you mean.* Fix: ", shell.complaint(f"{command} {line.replace('linear', 'flaot')}"))
 

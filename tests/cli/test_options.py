@@ -17,8 +17,8 @@ import tomli_w
 from hypothesis import given, strategies as st
 
 from kenosis_ort import RECIPES, OptionError, Recipe, options, quantize_static
-from kenosis_ort.cli import commands, flags, parser
-from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli import flags, parser
+from kenosis_ort.cli.main import COMMANDS, build_parser
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile, resolve
 from tests import wrong
 
@@ -224,10 +224,10 @@ def test_as_a_setting_or_extra_option(name, shell):
         assert says(shell.complaint(QUANTIZE, option, f"{name}={json.dumps(value)}"), name)
 
 
-@pytest.mark.parametrize("command", commands.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_words_that_no_reader_takes(command, capsys):
     refused, parser = {read: words for read, _, words in READERS}, build_parser()
-    for one in commands.COMMANDS[command].arguments:
+    for one in COMMANDS[command].arguments:
         flag, read = one.names[0], one.settings.get("type")
         wrong_words = ("x",) if "choices" in one.settings else refused.get(read, ())
         for word in wrong_words if flag.startswith("-") else ():

@@ -13,7 +13,7 @@ import pytest
 from docs.generate import SECTIONS, fill, names_in
 from docs.generate.markdown import from_docstring, table
 from docs.generate.recipes import attributes
-from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.cli.main import COMMANDS
 from kenosis_ort.passes import PASSES, recipe
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from kenosis_ort.targets.ort_cpu import ORT_CPU
