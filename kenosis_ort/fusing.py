@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -18,7 +19,6 @@ from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.prepare import prepare
-from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute
 
@@ -67,13 +67,10 @@ def fuse(
         source = Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None
         check_files(source, output)
     loaded = load_model(model_input, custom_op_libraries=custom_op_libraries)
-    limits = runtime_limits()
     prepared = prepare(
         loaded.proto,
         preprocessed=False,
         min_opset=opset_of(loaded.proto),
-        max_ir=limits.max_ir,
-        max_opset=limits.max_opset,
         keep_inputs=meant_as_defaults(loaded.proto),
         keep_types=True,
         rewrites=(*PREPARATION, fuse_attention),
@@ -84,11 +81,7 @@ def fuse(
             prepared.proto,
             output,
             external_data=loaded.is_split,
-            check=lambda path: _loads(path, custom_op_libraries),
+            check=partial(open_session, custom_op_libraries=custom_op_libraries),
         )
     found = tuple(n.name for n in prepared.proto.graph.node if n.op_type == "Attention" and n.domain in MAIN_DOMAINS)
     return FusedModel(prepared.proto, found, prepared.notes)
-
-
-def _loads(path: Path, custom_op_libraries: Sequence[str]) -> None:
-    open_session(path, custom_op_libraries=custom_op_libraries)

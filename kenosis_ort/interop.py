@@ -90,12 +90,8 @@ class Conversion:
         return printable("\n".join(lines))
 
 
-def count_tensors(model: onnx.ModelProto) -> dict[str, int]:
-    """Numbers of activations and constants of a canonical model by number of bits, most frequent first."""
-    return dict(Counter(_kind(tensor) for tensor in quantizers_of(model)).most_common())
-
-
 def _kind(tensor: QuantizedTensor) -> str:
+    """What a tensor is counted as."""
     what = "activations" if tensor.constant is None else "constants"
     return f"{tensor.quantizer.bits}-bit {'signed' if tensor.quantizer.signed else 'unsigned'} {what}"
 
@@ -299,13 +295,14 @@ def _written(
     """The result, its tensors by bits, how it agrees with the model as it came, and layers of weights now uint8."""
     canonical = form = found.canonical
     stored_anew: tuple[str, ...] = ()
-    if not quantizers_of(canonical):
+    quantized = quantizers_of(canonical)
+    if not quantized:
         raise UnsupportedModelError(
             "Nothing in the model is quantized.", where=found.loaded.name, fix="quantize it with quantize_static"
         )
     check = partial(_check, found=found, noise=lambda: _noise(found, feeds, libraries))
     check(_compare(found.reference, canonical, feeds, libraries, optimize=False), _READ_DB, "what was read")
-    tensors = count_tensors(canonical)
+    tensors = dict(Counter(map(_kind, quantized)).most_common())
     if to in _RUN:
         types = get_target(DEFAULT_TARGET).data_types()
         form = to_runtime_form(copy_model(canonical), types)

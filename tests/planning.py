@@ -34,7 +34,6 @@ from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.affine import fold_gemm_factors
 from kenosis_ort.rewrite.prepare import prepare
-from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
@@ -98,11 +97,8 @@ def parse(
 def prepared(model: onnx.ModelProto, *, min_opset: int = 13) -> onnx.ModelProto:
     """Returns the model as the flow prepares it before planning, a Gemm's factors aside: those of models that went
     through ``quant_pre_process`` reach the planner."""
-    limits = runtime_limits()
     rewrites = [rewrite for rewrite in PREPARATION if rewrite is not fold_gemm_factors]
-    return prepare(
-        model, min_opset=min_opset, max_ir=limits.max_ir, max_opset=limits.max_opset, rewrites=rewrites
-    ).proto
+    return prepare(model, min_opset=min_opset, rewrites=rewrites).proto
 
 
 def view_of(model: onnx.ModelProto | str, weights: Mapping[str, Any] | None = None) -> GraphView:

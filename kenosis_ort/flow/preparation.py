@@ -163,7 +163,6 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     prepare_at = partial(
         prepare,
         proto,
-        max_ir=limits.max_ir,
         keep_values=_values_of_the_caller(proto, request),
         keep_inputs=request.open_defaults,
         rewrites=tuple(f for f in wanted if f.__name__ not in skipped),

@@ -31,9 +31,10 @@ from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
 from kenosis_ort.formats.from_qop import weight_axis
 from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
-from kenosis_ort.graph.view import further_outputs, ir, optional, required
+from kenosis_ort.graph.view import ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.affine import affine_step
+from kenosis_ort.rewrite.affine import affine_step, scale_of_norm
+from kenosis_ort.rewrite.rule import NotCollapsibleError
 from kenosis_ort.targets.table import DataTypes
 
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
@@ -216,15 +217,11 @@ class _Layers:
         return None if found is None else (node, found)
 
     def _normalized(self, node: ir.Node, channels: int) -> tuple[integer_bias.Double, integer_bias.Double] | None:
-        arrays = [self.live.array(value) for value in node.inputs[1:5]]
-        trained = node.attributes.get_int("training_mode", 0) or further_outputs(node)
-        if trained or any(a is None or a.shape != (channels,) for a in arrays):
+        try:
+            factor, shift = scale_of_norm(self.live, node)
+        except NotCollapsibleError:
             return None
-        gamma, beta, mean, variance = (np.asarray(a, np.float64) for a in arrays)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            epsilon = node.attributes.get_float("epsilon", 1e-5)
-            factor: integer_bias.Double = gamma / np.sqrt(variance + epsilon)
-            return factor, beta - factor * mean
+        return (factor, shift) if len(factor) == channels else None
 
     def _operand(
         self, node: ir.Node, value: ir.Value, layer: integer_bias.IntegerLayer, *, spatial: int

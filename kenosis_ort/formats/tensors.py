@@ -20,8 +20,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError

@@ -19,10 +19,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.defs
-import onnx.helper
 import onnx.inliner
-import onnx.numpy_helper
 
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.constants import replace_entries, replace_nodes

@@ -15,8 +15,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in

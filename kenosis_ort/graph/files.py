@@ -286,7 +286,7 @@ def write_model(
     destination: Path,
     *,
     external_data: bool,
-    check: Callable[[Path], None],
+    check: Callable[[Path], object],
     content: bytes | None = None,
     warn: Callable[[str], None] = warn_caller,
 ) -> int:

@@ -16,10 +16,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import onnx
-import onnx.defs
-import onnx.helper
-import onnx.numpy_helper
-import onnx.version_converter
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import detach_initializers, replace_nodes

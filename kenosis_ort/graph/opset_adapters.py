@@ -12,10 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.defs
-import onnx.helper
-import onnx.numpy_helper
-import onnx.version_converter
 
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import all_names, reserve_name

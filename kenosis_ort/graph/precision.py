@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.constants import Is, having, replace_nodes

@@ -13,7 +13,6 @@ Each source only fills what the ones before left open. A source that fails is lo
 help quantization, they are not a condition of it. Nothing is written to disk.
 """
 
-import importlib
 import importlib.util
 import logging
 import math
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx.helper
-import onnx.shape_inference
 import onnxruntime
 
 from kenosis_ort.errors import VerificationError

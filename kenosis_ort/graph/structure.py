@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import onnx
-import onnx.defs
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import walk

@@ -7,7 +7,6 @@ the body, so that a rule about single consumers never misses one.
 """
 
 import importlib
-import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.helper
-import onnx.shape_inference
 
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, known_as

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import onnx
-import onnx.defs
 
 MAIN_DOMAINS = ("", "ai.onnx")
 

@@ -87,7 +87,7 @@ def nudged_parameters(
     _, scale, zero_point = min(map(fit, candidates), key=lambda fitted: fitted[0])
     stored = np.float32(min(max(scale, _SMALLEST), _LARGEST))
     if limit is not None:
-        while not absorbs(float(stored), zero_point, limit, signed=signed, bits=bits) and stored > _SMALLEST:
+        while not _absorbs(stored, zero_point, limit, qmin, qmax) and stored > _SMALLEST:
             stored = np.nextafter(stored, np.float32(0.0), dtype=np.float32)
     return ActivationParameters(float(stored), zero_point)
 
@@ -108,8 +108,10 @@ def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool, b
 
     Stricter than runtime 1.31 needs, which allows half a step; older ones do not.
     """
-    qmin, qmax = integer_bounds(bits, signed=signed)
-    stored = np.float32(scale)
+    return _absorbs(np.float32(scale), zero_point, limit, *integer_bounds(bits, signed=signed))
+
+
+def _absorbs(stored: np.float32, zero_point: int, limit: RangeLimit, qmin: int, qmax: int) -> bool:
     with np.errstate(over="ignore"):
         below = limit.low is None or np.float32(qmin - zero_point) * stored >= np.float32(limit.low)
         above = limit.high is None or np.float32(qmax - zero_point) * stored <= np.float32(limit.high)

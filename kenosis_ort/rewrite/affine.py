@@ -4,8 +4,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import further_outputs, ir, optional
-from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, operand, other_operand, rule
+from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
+from kenosis_ort.rewrite.rule import (
+    Editor,
+    FloatArray,
+    NotCollapsibleError,
+    known,
+    operand,
+    other_operand,
+    refuse_if,
+    rule,
+)
 
 Weights = npt.NDArray[np.generic]
 
@@ -81,8 +90,7 @@ def fold_scale(editor: Editor, layer: ir.Node) -> None:
     if any(layer.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         raise NotCollapsibleError("its alpha or beta is not 1")
     bias = _bias(editor, layer, channels)
-    if weights.dtype != np.float32:
-        raise NotCollapsibleError("its weights are not float32")
+    refuse_if(weights.dtype != np.float32, "its weights are not float32")
     factor = scale.reshape([channels if at == axis else 1 for at in range(weights.ndim)])
     with np.errstate(over="ignore", invalid="ignore"):
         new_weights = (weights.astype(np.float64) * factor).astype(np.float32)
@@ -103,9 +111,7 @@ def _bias(editor: Editor, layer: ir.Node, channels: int) -> FloatArray:
     if bias is None:
         return np.zeros(channels)
     found = by_channel(editor.array(bias), channels, 2 if layer.op_type == "Gemm" else 1)
-    if found is None:
-        raise NotCollapsibleError(f"its bias '{bias.name}' is not one number a channel, or not constant")
-    return found
+    return known(found, f"its bias '{bias.name}' is not one number a channel, or not constant")
 
 
 def by_channel(array: npt.NDArray[np.generic] | None, channels: int, rank: int) -> FloatArray | None:
@@ -124,17 +130,14 @@ _INFERENCE_BY_DEFAULT = 7
 STEPS = ("Mul", "Div", "Add", "Sub")
 
 
-def scale_of_norm(editor: Editor, norm: ir.Node) -> tuple[FloatArray, FloatArray]:
+def scale_of_norm(graph: GraphView, norm: ir.Node) -> tuple[FloatArray, FloatArray]:
     """Scale and shift of a BatchNormalization in inference."""
-    if editor.opset() < _INFERENCE_BY_DEFAULT or norm.attributes.get_int("training_mode", 0) != 0:
+    if graph.opset() < _INFERENCE_BY_DEFAULT or norm.attributes.get_int("training_mode", 0) != 0:
         raise NotCollapsibleError("it is in training mode")
-    if not norm.attributes.get_int("spatial", 1):
-        raise NotCollapsibleError("it normalizes each element (spatial=0)")
-    if further_outputs(norm):
-        raise NotCollapsibleError("its statistics are outputs")
-    arrays = [array.astype(np.float64) for value in norm.inputs[1:5] if (array := editor.array(value)) is not None]
-    if len(arrays) != 4:
-        raise NotCollapsibleError("its parameters are not constant")
+    refuse_if(not norm.attributes.get_int("spatial", 1), "it normalizes each element (spatial=0)")
+    refuse_if(further_outputs(norm), "its statistics are outputs")
+    arrays = [array.astype(np.float64) for value in norm.inputs[1:5] if (array := graph.array(value)) is not None]
+    refuse_if(len(arrays) != 4, "its parameters are not constant")
     gamma, beta, mean, variance = arrays
     if any(array.ndim != 1 or array.shape != gamma.shape for array in arrays):
         raise NotCollapsibleError("its parameters are not one number a channel")
@@ -190,32 +193,22 @@ def _in_front(editor: Editor, norm: ir.Node) -> tuple[ir.Node, ir.Node | None, W
     if affine.op_type == "Add":
         add = affine
         variable = [value for value in add.inputs if value is not None and editor.constant(value) is None]
-        if len(variable) != 1:
-            raise NotCollapsibleError("the Add in front of it adds no constant")
+        refuse_if(len(variable) != 1, "the Add in front of it adds no constant")
         affine = _affine_before(editor, variable[0])
-        if affine.op_type == "Add":
-            raise NotCollapsibleError("it follows an Add")
-    weights = editor.array(affine.inputs[1])
-    if weights is None:
-        raise NotCollapsibleError(f"the weights of '{affine.name}' are not constant")
+        refuse_if(affine.op_type == "Add", "it follows an Add")
+    weights = known(editor.array(affine.inputs[1]), f"the weights of '{affine.name}' are not constant")
     if affine.op_type == "MatMul":
         values = (affine.inputs[0], affine.outputs[0], norm.outputs[0])
         ranks = [rank for value in values if (rank := editor.rank(value)) is not None]
-        if weights.ndim != 2 or ranks[:1] != [2]:
-            raise NotCollapsibleError(f"'{affine.name}' is not known to give a matrix")
+        refuse_if(weights.ndim != 2 or ranks[:1] != [2], f"'{affine.name}' is not known to give a matrix")
     return affine, add, weights
 
 
 def _affine_before(editor: Editor, value: ir.Value) -> ir.Node:
     """The layer or Add that makes a value for one reader."""
-    node = value.producer()
-    if node is None:
-        raise NotCollapsibleError("it follows no node")
+    node = known(value.producer(), "it follows no node")
     editor.require_private(value)
-    found = editor.producer(value, *_FOLDABLE)
-    if found is None:
-        raise NotCollapsibleError(f"it follows a {node.op_type}")
-    return found
+    return known(editor.producer(value, *_FOLDABLE), f"it follows a {node.op_type}")
 
 
 def _folded(
@@ -228,9 +221,7 @@ def _folded(
         constant = next(value for value in add.inputs if editor.constant(value) is not None)
         rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
         addend = by_channel(editor.array(constant), len(scale), rank)
-        if addend is None:
-            raise NotCollapsibleError(f"'{constant.name if constant else ''}' is not one number a channel")
-        bias = bias + addend
+        bias = bias + known(addend, f"'{constant.name if constant else ''}' is not one number a channel")
     with np.errstate(over="ignore", invalid="ignore"):
         new_weights = (weights.astype(np.float64) * factor).astype(weights.dtype)
         new_bias = (bias * scale + shift).astype(weights.dtype)
@@ -244,13 +235,11 @@ def _weight_factor(affine: ir.Node, shape: tuple[int, ...], scale: FloatArray) -
     channels = len(scale)
     if affine.op_type == "ConvTranspose":
         groups = affine.attributes.get_int("group", 1)
-        if shape[1] * groups != channels or shape[0] % groups:
-            raise NotCollapsibleError("the channel counts differ")
+        refuse_if(shape[1] * groups != channels or shape[0] % groups, "the channel counts differ")
         per_input = np.repeat(scale.reshape(groups, shape[1]), shape[0] // groups, axis=0)
         return per_input.reshape(shape[0], shape[1], *([1] * (len(shape) - 2)))
     axis = 0 if affine.op_type == "Conv" or affine.attributes.get_int("transB", 0) != 0 else 1
-    if shape[axis] != channels:
-        raise NotCollapsibleError("the channel counts differ")
+    refuse_if(shape[axis] != channels, "the channel counts differ")
     return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
 
 
@@ -334,6 +323,5 @@ def fold_gemm_factors(editor: Editor, node: ir.Node) -> None:
 def _scaled(array: Weights, factor: float) -> Weights:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         scaled = (array.astype(np.float64) * factor).astype(np.float32)
-    if not np.isfinite(scaled).all():
-        raise NotCollapsibleError("the folded constants would not be finite")
+    refuse_if(not np.isfinite(scaled).all(), "the folded constants would not be finite")
     return scaled

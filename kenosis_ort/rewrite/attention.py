@@ -18,7 +18,7 @@ from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import fit_ir_version
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, refuse_if, rule
 from kenosis_ort.runtime.limits import runtime_limits
 
 _MASKED = np.float32(-1e30)
@@ -308,8 +308,7 @@ def _closed(editor: Editor, softmax: ir.Node) -> FoundAttention | None:
             editor.require_closed(found.inner, found.last, save=_shape_readers(editor, found))
             _require_one_batch(editor, found)
             rank = _rank(editor, found)
-            if rank is None or rank > found.rank:
-                raise NotCollapsibleError("the dimensions of its mask are not known")
+            refuse_if(rank is None or rank > found.rank, "the dimensions of its mask are not known")
     except NotCollapsibleError as reason:
         editor.refuse(softmax, reason)
         return None
@@ -324,8 +323,7 @@ def _require_one_batch(editor: Editor, found: FoundAttention) -> None:
     shapes = [editor.dims(scores.q), k, editor.dims(found.v)]
     for axis in range(found.rank - 2):
         sizes = {shape[axis] for shape in shapes if shape is not None and shape[axis] is not None}
-        if len(sizes) > 1:
-            raise NotCollapsibleError("queries, keys and values are broadcast to each other")
+        refuse_if(len(sizes) > 1, "queries, keys and values are broadcast to each other")
 
 
 def _shape_readers(editor: Editor, found: FoundAttention) -> list[ir.Node]:

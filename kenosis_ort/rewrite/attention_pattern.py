@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kenosis_ort.graph.view import ir
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, known, operand, refuse_if
 
 _RANKS = (3, 4)
 _MASKED = -1e9
@@ -108,8 +108,7 @@ def find_attention(editor: Editor, softmax: ir.Node) -> FoundAttention | None:
         raise NotCollapsibleError("queries, keys and values are not known to have three or four dimensions each")
     if softmax.attributes.get_int("axis", -1) not in (-1, rank - 1):
         raise NotCollapsibleError("its Softmax is not over the last dimension")
-    if not (np.isfinite(scores.scale) and scores.scale > 0):
-        raise NotCollapsibleError(f"its scale is {scores.scale}")
+    refuse_if(not (np.isfinite(scores.scale) and scores.scale > 0), f"its scale is {scores.scale}")
     for value in (scores.q, scores.k, v):
         editor.require_float32(value)
     return FoundAttention(scores, v, (*scores.inner, softmax, *guard), product, bool(guard), rank)
@@ -161,8 +160,7 @@ def _selected(editor: Editor, node: ir.Node, depth: int) -> Scores | None:
         found = None if filler is None else _scores(editor, chosen, depth + 1)
         if found is None or filler is None:
             continue
-        if filler > _MASKED:
-            raise NotCollapsibleError(f"masked scores become {filler:g}, which is not small enough to vanish")
+        refuse_if(filler > _MASKED, f"masked scores become {filler:g}, which is not small enough to vanish")
         found.masks.append(MaskTerm(condition, position == 0, filler))
         found.inner.append(node)
         return found
@@ -205,8 +203,7 @@ def _scaled(editor: Editor, node: ir.Node, depth: int) -> Scores | None:
         found = _scores(editor, value, depth + 1)
         if found is None:
             return None
-        if found.masks:
-            raise NotCollapsibleError("its mask is scaled as well")
+        refuse_if(found.masks, "its mask is scaled as well")
         found.scale *= factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf
         found.inner.append(node)
         return found
@@ -223,10 +220,8 @@ def _product(editor: Editor, node: ir.Node) -> Scores | None:
         k_transposed, factor, variable = stripped
         k_scale *= factor
         factors += [] if variable is None else [variable]
-    keys = _keys(editor, k_transposed)
-    if keys is None:
-        raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed.name}' are not known")
-    k, perm, inner_scale = keys
+    unknown = f"the dimensions of its keys '{k_transposed.name}' are not known"
+    k, perm, inner_scale = known(_keys(editor, k_transposed), unknown)
     return Scores(q, k, perm, factors, q_scale * k_scale * inner_scale, inner=[node])
 
 
@@ -235,8 +230,7 @@ def _fused_product(editor: Editor, node: ir.Node) -> Scores | None:
     flags = {name: node.attributes.get_int(name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
     if flags.pop("transB") != 1:
         return None
-    if any(flags.values()):
-        raise NotCollapsibleError("its FusedMatMul transposes more than the keys")
+    refuse_if(any(flags.values()), "its FusedMatMul transposes more than the keys")
     q, q_scale = _unscaled(editor, operand(node, 0))
     k, k_scale = _unscaled(editor, operand(node, 1))
     return Scores(q, k, scale=q_scale * k_scale * node.attributes.get_float("alpha", 1.0), inner=[node])

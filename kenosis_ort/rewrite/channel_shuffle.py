@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.view import further_outputs, ir, optional
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, known, operand, refuse_if, rule
 
 Indices = npt.NDArray[np.int64]
 
@@ -87,8 +87,7 @@ def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
         return np.transpose(x, node.attributes.get_ints("perm", None))
     if node.op_type == "Reshape":
         wanted = _constant(editor, node, 1).reshape(-1).tolist()
-        if node.attributes.get_int("allowzero", 0) and 0 in wanted:
-            raise NotCollapsibleError("it is empty")
+        refuse_if(node.attributes.get_int("allowzero", 0) and 0 in wanted, "it is empty")
         return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
     if node.op_type == "Gather":
         return np.asarray(np.take(x, _constant(editor, node, 1), axis=node.attributes.get_int("axis", 0)))
@@ -114,9 +113,7 @@ def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
 
 
 def _constant(editor: Editor, node: ir.Node, position: int) -> Indices:
-    array = editor.array(optional(node, position))
-    if array is None:
-        raise NotCollapsibleError(f"'{node.name}' moves by what is computed")
+    array = known(editor.array(optional(node, position)), f"'{node.name}' moves by what is computed")
     return array.astype(np.int64)
 
 
@@ -217,8 +214,7 @@ def _is_behind_named(editor: Editor, value: ir.Value) -> bool:
 
 def _fold(editor: Editor, selection: Selection) -> None:
     """Folds a shuffle into Convs; raises where there are none."""
-    if not selection.is_permutation:
-        raise NotCollapsibleError("it leaves channels out")
+    refuse_if(not selection.is_permutation, "it leaves channels out")
     folds, reasons = list[_Fold](), list[str]()
     for look in (_behind, _before):
         try:
@@ -227,8 +223,7 @@ def _fold(editor: Editor, selection: Selection) -> None:
             reasons.append(str(reason))
             continue
         folds.append(fold)
-    if not folds:
-        raise NotCollapsibleError("; ".join(reasons))
+    refuse_if(not folds, "; ".join(reasons))
     fold = min(folds, key=lambda f: _cost(editor, f))
     for conv in fold.depthwise:
         order = np.argsort(selection.chosen) if fold.behind else selection.chosen
@@ -255,8 +250,7 @@ def _behind(editor: Editor, selection: Selection) -> _Fold:
     stack, seen = [selection.value], set[ir.Node]()
     while stack:
         value = stack.pop()
-        if editor.is_pinned(value):
-            raise NotCollapsibleError(f"the order of channels of '{value.name}' is needed")
+        refuse_if(editor.is_pinned(value), f"the order of channels of '{value.name}' is needed")
         for node in editor.readers(value):
             if node in seen:
                 continue
@@ -270,8 +264,7 @@ def _behind(editor: Editor, selection: Selection) -> _Fold:
             elif not _treats_channels_alike(editor, node):
                 raise NotCollapsibleError(f"'{node.name}' ({node.op_type}) needs the order of channels")
             stack.append(node.outputs[0])
-    if not fold.dense:
-        raise NotCollapsibleError("no Conv is behind it")
+    refuse_if(not fold.dense, "no Conv is behind it")
     return fold
 
 
@@ -279,11 +272,9 @@ def _before(editor: Editor, selection: Selection) -> _Fold:
     """The Conv that makes the channels; raises where something else needs their order."""
     fold = _Fold(behind=False)
     value = selection.source
-    if editor.is_pinned(selection.value):
-        raise NotCollapsibleError(f"'{selection.value.name}' is needed under its name")
+    refuse_if(editor.is_pinned(selection.value), f"'{selection.value.name}' is needed under its name")
     while not fold.dense:
-        if not editor.is_private(value):
-            raise NotCollapsibleError(f"the order of channels of '{value.name}' is needed elsewhere")
+        refuse_if(not editor.is_private(value), f"the order of channels of '{value.name}' is needed elsewhere")
         node = value.producer()
         if node is None or not (_is_conv(editor, node, operand(node, 0)) or _treats_channels_alike(editor, node)):
             raise NotCollapsibleError(f"no Conv makes '{value.name}'")
@@ -313,8 +304,7 @@ def _is_depthwise(editor: Editor, conv: ir.Node) -> bool:
 
 def _check_dense(conv: ir.Node) -> None:
     group = conv.attributes.get_int("group", 1)
-    if group > _MOST_GROUPS:
-        raise NotCollapsibleError(f"'{conv.name}' has {group} groups")
+    refuse_if(group > _MOST_GROUPS, f"'{conv.name}' has {group} groups")
 
 
 def _treats_channels_alike(editor: Editor, node: ir.Node) -> bool:

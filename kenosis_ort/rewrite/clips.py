@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kenosis_ort.graph.constants import HEAVY, Is, what
 from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, known, operand, other_operand, refuse_if, rule
 
 _BOUNDS = ("Min", "Max", "Relu", "Clip")
 _OPEN = (-math.inf, math.inf)
@@ -116,8 +116,7 @@ def hard_sigmoid_to_clip(editor: Editor, gate: ir.Node) -> None:
     editor.require_float32(value)
     editor.require_private(value)
     slope, shift = gate.attributes.get_float("alpha", 0.2), gate.attributes.get_float("beta", 0.5)
-    if slope <= 0.0:
-        raise NotCollapsibleError("its slope is not positive")
+    refuse_if(slope <= 0.0, "its slope is not positive")
     weights = editor.array(layer.inputs[1])
     given = optional(layer, 2)
     bias = editor.array(given) if given else np.zeros(1)
@@ -127,8 +126,7 @@ def hard_sigmoid_to_clip(editor: Editor, gate: ir.Node) -> None:
     if any(layer.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         raise NotCollapsibleError(f"'{layer.name}' has factors of its own")
     channels = weights.shape[1 if columns else 0]
-    if bias.size not in (1, channels):
-        raise NotCollapsibleError(f"the bias of '{layer.name}' is not one number a channel")
+    refuse_if(bias.size not in (1, channels), f"the bias of '{layer.name}' is not one number a channel")
     moved = np.broadcast_to(bias.astype(np.float64).reshape(-1) * slope + shift, channels)
     scaled = (weights.astype(np.float64) * slope).astype(np.float32)
     editor.store_array(layer, 1, scaled, f"{operand(layer, 1).name}_gate")
@@ -196,8 +194,7 @@ def _layers_behind(editor: Editor, swish: ir.Node) -> list[tuple[ir.Node, npt.ND
             continue
         scaled.add(value)
         readers = editor.readers(value)
-        if editor.is_pinned(value) or not readers:
-            raise NotCollapsibleError(f"'{value.name}' is needed as it is")
+        refuse_if(editor.is_pinned(value) or not readers, f"'{value.name}' is needed as it is")
         for reader in readers:
             if reader.domain not in MAIN_DOMAINS or list(reader.inputs).count(value) != 1:
                 raise NotCollapsibleError(f"'{reader.name}' ({reader.op_type}) does not keep a factor")
@@ -213,12 +210,10 @@ def _layers_behind(editor: Editor, swish: ir.Node) -> list[tuple[ir.Node, npt.ND
             raise NotCollapsibleError(f"'{node.name}' multiplies it with what comes from it")
     found = []
     for layer in layers.values():
-        weights = editor.array(layer.inputs[1])
-        if weights is None or weights.dtype != np.float32:
-            raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
-        if not editor.may_change(layer):
-            raise NotCollapsibleError(f"'{layer.name}' is not to change")
-        if any(read in scaled for read in layer.inputs[1:]):
-            raise NotCollapsibleError(f"'{layer.name}' takes it for weights")
+        variable = f"the weights of '{layer.name}' are not constant"
+        weights = known(editor.array(layer.inputs[1]), variable)
+        refuse_if(weights.dtype != np.float32, variable)
+        refuse_if(not editor.may_change(layer), f"'{layer.name}' is not to change")
+        refuse_if(any(read in scaled for read in layer.inputs[1:]), f"'{layer.name}' takes it for weights")
         found.append((layer, weights))
     return found

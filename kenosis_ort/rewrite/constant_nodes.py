@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.constants import Is, constants_to_initializers, having, replace_nodes

@@ -4,7 +4,16 @@ import numpy as np
 
 from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.affine import STEPS, affine_step, by_channel, scale_of_norm
-from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, operand, other_operand, rule
+from kenosis_ort.rewrite.rule import (
+    Editor,
+    FloatArray,
+    NotCollapsibleError,
+    known,
+    operand,
+    other_operand,
+    refuse_if,
+    rule,
+)
 
 
 @rule(
@@ -41,8 +50,7 @@ def batch_norm_to_conv(editor: Editor, node: ir.Node) -> None:
     if node.op_type == "BatchNormalization":
         channels = editor.picture(operand(node, 0)).channels
         scale, shift = scale_of_norm(editor, node)
-        if channels not in (None, len(scale)):
-            raise NotCollapsibleError("its parameters are not one number a channel")
+        refuse_if(channels not in (None, len(scale)), "its parameters are not one number a channel")
         chain = [node]
     else:
         scale, shift, chain = _of_chain(editor, node)
@@ -56,12 +64,10 @@ def _of_chain(editor: Editor, first: ir.Node) -> tuple[FloatArray, FloatArray, l
     if len(first.inputs) != 2 or len(variable) != 1:
         return np.empty(0), np.empty(0), []
     value = variable[0]
-    channels = editor.picture(value).channels
-    if channels is None:
-        raise NotCollapsibleError(f"the channel count of '{value.name}' is not known")
+    channels = known(editor.picture(value).channels, f"the channel count of '{value.name}' is not known")
     scale, shift = np.ones(channels), np.zeros(channels)
     chain: list[ir.Node] = []
-    by_channel = False
+    is_by_channel = False
     node = first
     while True:
         try:
@@ -71,37 +77,31 @@ def _of_chain(editor: Editor, first: ir.Node) -> tuple[FloatArray, FloatArray, l
                 raise
             break
         chain.append(node)
-        by_channel |= differs
+        is_by_channel |= differs
         value = node.outputs[0]
         readers = editor.readers(value)
         if not editor.is_private(value) or not editor.may_change(readers[0]) or readers[0].op_type not in STEPS:
             break
         node = readers[0]
-    return scale, shift, chain if by_channel else []
+    return scale, shift, chain if is_by_channel else []
 
 
 def _applied(
     editor: Editor, node: ir.Node, value: ir.Value, scale: FloatArray, shift: FloatArray
 ) -> tuple[FloatArray, FloatArray, bool]:
     """Scale and shift with one more node of a chain, and whether its constant may differ by channel."""
-    other = other_operand(node, value)
-    array = editor.array(other)
-    if other is None or array is None:
-        raise NotCollapsibleError("none of its operands is constant")
-    constant = by_channel(array, len(scale), 4)
-    if constant is None:
-        raise NotCollapsibleError(f"its constant '{other.name}' of shape {array.shape} is not one number a channel")
+    other = known(other_operand(node, value), "none of its operands is constant")
+    array = known(editor.array(other), "none of its operands is constant")
+    several = f"its constant '{other.name}' of shape {array.shape} is not one number a channel"
+    constant = known(by_channel(array, len(scale), 4), several)
     step = affine_step(node.op_type, scale, shift, constant, swapped=node.inputs[0] is not value)
-    if step is None:
-        raise NotCollapsibleError("it divides by its input")
-    return *step, array.size > 1
+    return *known(step, "it divides by its input"), array.size > 1
 
 
 def _convert(editor: Editor, chain: list[ir.Node], scale: FloatArray, shift: FloatArray) -> None:
     with np.errstate(over="ignore"):
         weights, bias = scale.astype(np.float32), shift.astype(np.float32)
-    if not (np.isfinite(weights).all() and np.isfinite(bias).all()):
-        raise NotCollapsibleError("its scale and shift are not finite")
+    refuse_if(not (np.isfinite(weights).all() and np.isfinite(bias).all()), "its scale and shift are not finite")
     first, last = chain[0], chain[-1]
     inputs = [
         next(value for value in first.inputs if editor.constant(value) is None),
@@ -167,8 +167,7 @@ def _bias_behind(editor: Editor, product: ir.Node, columns: int) -> tuple[ir.Nod
     editor.require_float32(operand(product, 0))
     if tensor.dims[-1:] != [columns] or any(dim != 1 for dim in tensor.dims[:-1]):
         raise NotCollapsibleError(f"its bias '{constant.name}' is not one number a column")
-    if len(tensor.dims) > (editor.rank(product.inputs[0]) or 0):
-        raise NotCollapsibleError(f"its bias '{constant.name}' adds dimensions")
+    refuse_if(len(tensor.dims) > (editor.rank(product.inputs[0]) or 0), f"its bias '{constant.name}' adds dimensions")
     return adds[0], constant
 
 
@@ -233,8 +232,7 @@ def sum_to_add(editor: Editor, node: ir.Node) -> None:
     Not changed: a Sum of one value, types other than float32.
     """
     inputs = list(node.inputs)
-    if len(inputs) < 2:
-        raise NotCollapsibleError("it has one operand only")
+    refuse_if(len(inputs) < 2, "it has one operand only")
     for position in range(len(inputs)):
         editor.require_float32(operand(node, position))
     total = inputs[0]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.view import ir, optional
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, refuse_if, rule
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
@@ -61,16 +61,12 @@ def collapse_layer_norm(editor: Editor, root: ir.Node) -> None:
     if norm is None or not (norm.centred or editor.opset() >= RMS_NORM_OPSET):
         return
     count = len(norm.axes)
-    if norm.axes != tuple(range(-count, 0)):
-        raise NotCollapsibleError("it is not over the last dimensions")
+    refuse_if(norm.axes != tuple(range(-count, 0)), "it is not over the last dimensions")
     editor.require_float32(norm.x)
-    rank, dims = editor.rank(norm.x), editor.dims(norm.x)
-    shape = () if dims is None else dims[-count:]
-    sizes = tuple(size for size in shape if size)
-    if rank is None or len(sizes) < count:
-        raise NotCollapsibleError(f"the last dimensions of '{norm.x.name}' are not known")
-    if math.prod(sizes) == 1:  # which runtimes before 1.24 do not run
-        raise NotCollapsibleError("it is over a single element")
+    dims = editor.dims(norm.x) or ()
+    rank, sizes = len(dims), tuple(size for size in dims[-count:] if size)
+    refuse_if(len(sizes) < count, f"the last dimensions of '{norm.x.name}' are not known")
+    refuse_if(math.prod(sizes) == 1, "it is over a single element")  # which runtimes before 1.24 do not run
     constants = [value for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for value in node.inputs]
     editor.require_no_growth(norm.x, constants)
     editor.require_closed(norm.inner, norm.last)
@@ -212,8 +208,7 @@ def collapse_affine_norm(editor: Editor, root: ir.Node) -> None:
         tensor = editor.constant(value)
         if tensor is None or width is None or list(tensor.dims) != [width]:
             raise NotCollapsibleError(f"'{value.name}' is not a constant vector of the last dimension")
-    if width == 1:  # which runtimes before 1.24 do not run
-        raise NotCollapsibleError("it is over a single element")
+    refuse_if(width == 1, "it is over a single element")  # which runtimes before 1.24 do not run
     editor.require_closed(inner, last)
     editor.become(last, "LayerNormalization", inputs, {"axis": -1, "epsilon": epsilon}, inner=inner)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kenosis_ort.graph.view import ir, optional
-from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, operand, rule
+from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, known, operand, refuse_if, rule
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
 _PICTURE_RANK = 4
@@ -48,12 +48,9 @@ def lrn_to_pool(editor: Editor, norm: ir.Node) -> None:
     x, given, size = operand(norm, 0), norm.attributes, norm.attributes.get_int("size", 0)
     alpha, beta, bias = given.get_float("alpha", 1e-4), given.get_float("beta", 0.75), given.get_float("bias", 1.0)
     editor.require_float32(x)
-    if editor.rank(x) != _PICTURE_RANK:
-        raise NotCollapsibleError(f"'{x.name}' is not known to have {_PICTURE_RANK} dimensions")
-    if size % 2 != 1:
-        raise NotCollapsibleError("its size is even")
-    if bias <= 0.0 or alpha <= 0.0:
-        raise NotCollapsibleError("its bias or its alpha is not positive")
+    refuse_if(editor.rank(x) != _PICTURE_RANK, f"'{x.name}' is not known to have {_PICTURE_RANK} dimensions")
+    refuse_if(size % 2 != 1, "its size is even")
+    refuse_if(bias <= 0.0 or alpha <= 0.0, "its bias or its alpha is not positive")
 
     def constant(number: float, name: str) -> ir.Value:
         return editor.add_constant(np.array(number, np.float32), f"{norm.name}_{name}")
@@ -116,8 +113,7 @@ def fold_padding(editor: Editor, window: ir.Node) -> None:
     x = operand(pad, 0)
     editor.require_float32(x)
     mode, given = window.attributes.get_string("auto_pad", "NOTSET"), window.attributes.get_ints("pads", ())
-    if mode not in ("NOTSET", "VALID"):
-        raise NotCollapsibleError(f"its auto_pad is '{mode}'")
+    refuse_if(mode not in ("NOTSET", "VALID"), f"its auto_pad is '{mode}'")
     zeros = _zeros_of(editor, pad, x)
     pads = [
         own + more for own, more in zip(given if given and mode == "NOTSET" else [0] * len(zeros), zeros, strict=True)
@@ -134,21 +130,15 @@ def fold_padding(editor: Editor, window: ir.Node) -> None:
 
 def _zeros_of(editor: Editor, pad: ir.Node, x: ir.Value) -> list[int]:
     """Zeros that a Pad puts before each axis of a picture, then behind each."""
-    rank, amounts, filling = editor.rank(x), editor.array(optional(pad, 1)), optional(pad, 2)
-    if pad.attributes.get_string("mode", "constant") != "constant":
-        raise NotCollapsibleError(f"'{pad.name}' does not pad with a constant")
-    if filling is not None and editor.scalar(filling) != 0.0:
-        raise NotCollapsibleError(f"'{pad.name}' does not pad with zeros")
-    if rank is None:
-        raise NotCollapsibleError(f"the rank of '{x.name}' is not known")
-    listed = optional(pad, 3)
-    axes = np.arange(rank) if listed is None else editor.array(listed)
-    if amounts is None or axes is None:
-        raise NotCollapsibleError(f"the padding of '{pad.name}' is computed")
+    amounts, filling = editor.array(optional(pad, 1)), optional(pad, 2)
+    refuse_if(pad.attributes.get_string("mode", "constant") != "constant", f"'{pad.name}' does not pad with a constant")
+    refuse_if(filling is not None and editor.scalar(filling) != 0.0, f"'{pad.name}' does not pad with zeros")
+    rank = known(editor.rank(x), f"the rank of '{x.name}' is not known")
+    listed, computed = optional(pad, 3), f"the padding of '{pad.name}' is computed"
+    axes = known(np.arange(rank) if listed is None else editor.array(listed), computed)
     whole = np.zeros((2, rank), np.int64)
-    whole[:, axes.reshape(-1) % rank] = amounts.reshape(2, -1)
-    if whole[:, :2].any() or whole.min() < 0:
-        raise NotCollapsibleError(f"'{pad.name}' pads the batch or the channels, or cuts")
+    whole[:, axes.reshape(-1) % rank] = known(amounts, computed).reshape(2, -1)
+    refuse_if(whole[:, :2].any() or whole.min() < 0, f"'{pad.name}' pads the batch or the channels, or cuts")
     return [int(zeros) for zeros in whole[:, 2:].reshape(-1)]
 
 
@@ -201,14 +191,10 @@ def _is_over_picture(editor: Editor, mean: ir.Node) -> bool:
     if axes not in _LAST_TWO:
         return False
     x = operand(mean, 0)
-    rank = editor.rank(x)
-    if rank is None:
-        raise NotCollapsibleError(f"the rank of '{x.name}' is not known")
-    if rank != _PICTURE_RANK:
+    if known(editor.rank(x), f"the rank of '{x.name}' is not known") != _PICTURE_RANK:
         return False
     editor.require_float32(x)
-    if 0 in (editor.dims(x) or ())[2:]:
-        raise NotCollapsibleError(f"'{x.name}' is empty")
+    refuse_if(0 in (editor.dims(x) or ())[2:], f"'{x.name}' is empty")
     return True
 
 
@@ -218,8 +204,7 @@ def _axes(editor: Editor, mean: ir.Node) -> set[int] | None:
     if given is None:
         return set(mean.attributes.get_ints("axes", ())) or None
     axes = editor.array(given)
-    if axes is None and editor.rank(mean.inputs[0]) == _PICTURE_RANK:
-        raise NotCollapsibleError(f"its axes '{given.name}' are computed")
+    refuse_if(axes is None and editor.rank(mean.inputs[0]) == _PICTURE_RANK, f"its axes '{given.name}' are computed")
     return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
 
 
@@ -263,22 +248,16 @@ def average_pool_to_conv(editor: Editor, pool: ir.Node) -> None:
 
 def _windows(pool: ir.Node, picture: Picture) -> tuple[Axis, Axis]:
     kernel = pool.attributes.get_ints("kernel_shape", ())
-    if len(kernel) != 2:
-        raise NotCollapsibleError("its kernel has no height and width")
-    if picture.channels is None:
-        raise NotCollapsibleError(f"the channel count of '{operand(pool, 0).name}' is not known")
+    refuse_if(len(kernel) != 2, "its kernel has no height and width")
+    refuse_if(picture.channels is None, f"the channel count of '{operand(pool, 0).name}' is not known")
     height, width = window_axes(pool, kernel, picture)
     for axis, length in zip((height, width), picture[1:], strict=True):
         if pool.attributes.get_int("ceil_mode", 0) and axis.stride > 1:
-            if length is None:
-                raise NotCollapsibleError("ceil_mode may add a window: height or width are not known")
-            if (length + axis.begin + axis.end - axis.extent) % axis.stride:
-                raise NotCollapsibleError("ceil_mode adds a window")
-    if all(
-        length is not None and _windows_along(axis, length) == 1
-        for axis, length in ((height, picture.height), (width, picture.width))
-    ):
-        raise NotCollapsibleError("it is over the whole picture")
+            size = known(length, "ceil_mode may add a window: height or width are not known")
+            refuse_if((size + axis.begin + axis.end - axis.extent) % axis.stride, "ceil_mode adds a window")
+    along = ((height, picture.height), (width, picture.width))
+    whole = all(length is not None and _windows_along(axis, length) == 1 for axis, length in along)
+    refuse_if(whole, "it is over the whole picture")
     return height, width
 
 
@@ -295,13 +274,11 @@ def _border_map(pool: ir.Node, picture: Picture, height: Axis, width: Axis) -> F
         if not (axis.begin or axis.end):
             factors.append(np.ones(1))
             continue
-        if length is None:
-            raise NotCollapsibleError("its padding is not counted, and height or width are not known")
-        starts = np.arange(_windows_along(axis, length)) * axis.stride - axis.begin
+        size = known(length, "its padding is not counted, and height or width are not known")
+        starts = np.arange(_windows_along(axis, size)) * axis.stride - axis.begin
         places = starts[:, None] + np.arange(axis.kernel) * axis.dilation
-        inside = ((places >= 0) & (places < length)).sum(axis=1)
-        if not inside.all():
-            raise NotCollapsibleError("a window holds padding only")
+        inside = ((places >= 0) & (places < size)).sum(axis=1)
+        refuse_if(not inside.all(), "a window holds padding only")
         factors.append(axis.kernel / inside)
     borders = factors[0][:, None] * factors[1][None, :]
     return None if (borders == 1.0).all() else borders[None, None]
@@ -338,9 +315,8 @@ def window_axes(node: ir.Node, kernel: Sequence[int], picture: Picture) -> tuple
         stride, dilation = (given[at] if given else 1 for given in (strides, dilations))
         axis = Axis(kernel[at], stride, dilation, 0, 0)
         if mode in ("SAME_UPPER", "SAME_LOWER"):
-            length = picture[1 + at]
-            if length is None:
-                raise NotCollapsibleError(f"its padding ({mode}) depends on a height or width that is not known")
+            unknown = f"its padding ({mode}) depends on a height or width that is not known"
+            length = known(picture[1 + at], unknown)
             total = (-(-length // stride) - 1) * stride + axis.extent - length
             begin = (total + (mode == "SAME_LOWER")) // 2
             axis = axis._replace(begin=begin, end=total - begin)
@@ -348,8 +324,8 @@ def window_axes(node: ir.Node, kernel: Sequence[int], picture: Picture) -> tuple
             axis = axis._replace(begin=pads[at], end=pads[at + 2])
         elif mode not in ("NOTSET", "VALID"):
             raise NotCollapsibleError(f"its auto_pad is '{mode}'")
-        if min(axis.begin, axis.end, axis.begin + axis.end) < 0:  # of SAME too: operators disagree on what it means
-            raise NotCollapsibleError("its padding is negative")
+        # of SAME too: operators disagree on what it means
+        refuse_if(min(axis.begin, axis.end, axis.begin + axis.end) < 0, "its padding is negative")
         axes.append(axis)
     return axes[0], axes[1]
 

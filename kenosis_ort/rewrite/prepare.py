@@ -19,6 +19,7 @@ from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import fit_ir_version, name_nodes
 from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
+from kenosis_ort.runtime.limits import runtime_limits
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""
@@ -49,8 +50,7 @@ def prepare(
     *,
     preprocessed: bool | None = None,
     min_opset: int,
-    max_ir: int,
-    max_opset: int,
+    max_opset: int | None = None,
     keep_values: Collection[str] = (),
     keep_inputs: Collection[str] = (),
     keep_types: bool = False,
@@ -66,8 +66,7 @@ def prepare(
         preprocessed: Whether the model went through pre-processing already and is not to be rewritten; None
             reads it from the model's metadata.
         min_opset: Lowest main operator set of the result.
-        max_ir: Highest IR version of the result, see `runtime_limits`.
-        max_opset: Highest main operator set of the result, see `runtime_limits`.
+        max_opset: Highest main operator set of the result; None for the highest that the runtime reads.
         keep_values: Values that must keep existing under their names.
         keep_inputs: Inputs with a default value that callers really feed, and that so stay inputs.
         keep_types: Whether other floating types than float32 stay what they are.
@@ -104,8 +103,9 @@ def prepare(
     if constants:
         notes.append(f"{len(constants)} Constant nodes became initializers.")
     # Operator set, IR version and shapes.
-    notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
-    notes.append(fit_ir_version(model, max_ir=max_ir))
+    limits = runtime_limits()
+    notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset or limits.max_opset))
+    notes.append(fit_ir_version(model, max_ir=limits.max_ir))
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
     inside, note = (None, None) if keep_types else compute_in_float32(model)
     notes.append(note)

@@ -12,7 +12,7 @@ pattern stays in its place, under its name and with the name of its output, and 
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ PADDED: Final = "_padded"
 _SHOWN = 3
 _PICTURE_RANK = 4
 _FLOAT32 = onnx.TensorProto.FLOAT
+T = TypeVar("T")
 
 
 class Rewrite(Protocol):
@@ -45,6 +46,27 @@ class Rewrite(Protocol):
 
 class NotCollapsibleError(Exception):
     """Carries the reason why a near match stays as it is; never leaves a rule."""
+
+
+def refuse_if(condition: object, reason: str) -> None:
+    """Raises where something keeps a near match from collapsing.
+
+    Raises:
+        NotCollapsibleError: The condition is true; with the reason.
+    """
+    if condition:
+        raise NotCollapsibleError(reason)
+
+
+def known(value: T | None, reason: str) -> T:
+    """A value that a pattern cannot do without.
+
+    Raises:
+        NotCollapsibleError: It is None; with the reason.
+    """
+    if value is None:
+        raise NotCollapsibleError(reason)
+    return value
 
 
 class Picture(NamedTuple):
@@ -197,13 +219,11 @@ class Editor(LiveGraph):
 
     def require_float32(self, value: ir.Value) -> None:
         """Raises where the value is not known to be float32, the type that the collapsed operators are fast in."""
-        if self.element_type(value) != _FLOAT32:
-            raise NotCollapsibleError(f"'{value.name}' is not known to be float32")
+        refuse_if(self.element_type(value) != _FLOAT32, f"'{value.name}' is not known to be float32")
 
     def require_private(self, value: ir.Value) -> None:
         """Raises where more than one node of the main graph needs the value."""
-        if not self.is_private(value):
-            raise NotCollapsibleError(f"'{value.name}' is needed elsewhere")
+        refuse_if(not self.is_private(value), f"'{value.name}' is needed elsewhere")
 
     def require_closed(self, inner: Collection[ir.Node], last: ir.Node, *, save: Collection[ir.Node] = ()) -> None:
         """Raises where something outside the pattern, ``save`` some nodes, needs what an inner node computes."""
@@ -211,8 +231,7 @@ class Editor(LiveGraph):
         for node in inner:
             for value in node.outputs:
                 outside = any(reader not in members for reader in self.readers(value))
-                if value.name and (outside or self.is_pinned(value)):
-                    raise NotCollapsibleError(f"'{value.name}' is needed elsewhere")
+                refuse_if(value.name and (outside or self.is_pinned(value)), f"'{value.name}' is needed elsewhere")
 
     def require_no_growth(self, value: ir.Value, constants: Iterable[ir.Value | None]) -> None:
         """Raises where a constant operand may give the result more dimensions than ``value`` has."""
@@ -229,13 +248,9 @@ class Editor(LiveGraph):
             NotCollapsibleError: Its type or rank is another one, or not known.
         """
         self.require_float32(value)
-        dims = self.dims(value)
-        if dims is None:
-            raise NotCollapsibleError(f"the rank of '{value.name}' is not known")
-        if len(dims) != _PICTURE_RANK:
-            raise NotCollapsibleError(f"'{value.name}' has {len(dims)} dimensions, not {_PICTURE_RANK}")
-        if 0 in dims[1:]:
-            raise NotCollapsibleError(f"'{value.name}' is empty")
+        dims = known(self.dims(value), f"the rank of '{value.name}' is not known")
+        refuse_if(len(dims) != _PICTURE_RANK, f"'{value.name}' has {len(dims)} dimensions, not {_PICTURE_RANK}")
+        refuse_if(0 in dims[1:], f"'{value.name}' is empty")
         return Picture(*dims[1:])
 
     # -- edits --------------------------------------------------------------------------------------------------
@@ -314,7 +329,4 @@ def operand(node: ir.Node, position: int) -> ir.Value:
     Raises:
         NotCollapsibleError: The node has none there.
     """
-    value = optional(node, position)
-    if value is None:
-        raise NotCollapsibleError(f"it lacks its input {position}")
-    return value
+    return known(optional(node, position), f"it lacks its input {position}")

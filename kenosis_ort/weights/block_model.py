@@ -29,7 +29,6 @@ from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.rewrite.rule import Rewrite
-from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights import blocks
@@ -191,13 +190,10 @@ def _prepared(
     model: onnx.ModelProto, forms: Sequence[Rewrite], nodes_to_exclude: Collection[str], libraries: Sequence[str]
 ) -> tuple[PreparedModel, set[str]]:
     """The model in our forms, and the names in it of the nodes that stay float."""
-    limits = runtime_limits()
     prepared = prepare(
         model,
         preprocessed=False,
         min_opset=21,  # 4-bit tables of embeddings
-        max_ir=limits.max_ir,
-        max_opset=limits.max_opset,
         keep_inputs=meant_as_defaults(model),
         rewrites=forms,
         custom_op_libraries=libraries,
@@ -306,8 +302,12 @@ class _Rounder:
         bits = 8 if name in self.sensitive else self.bits
         if name in self._chosen and self.done[name].bits == bits:
             return self.known(name)
-        matrix = layer.matrix
-        found, grid, moments = self._rounded(name, matrix, bits, self.moments.of(name))
+        matrix, moments = layer.matrix, self.moments.of(name)
+        followed = None if moments is None else self._followed(matrix, bits, moments)
+        if followed is None:
+            _log.info("'%s' is rounded to nearest", name)
+            moments, followed = None, nearest(matrix, bits, block_of(len(matrix), self.block), symmetric=self.symmetric)
+        found, grid = followed
         error_db = 10.0 * np.log10(max(relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
         self._chosen[name], self.sizes[name] = len(self._spool), found.size
@@ -318,26 +318,19 @@ class _Rounder:
 
     def error(self, matrix: npt.NDArray[np.floating[Any]], moments: Float64) -> float:
         """The relative error of a layer's output with its matrix rounded to follow some moments."""
+        found = self._followed(matrix, self.bits, moments)
+        return math.inf if found is None else relative_error(matrix, *found, moments)
+
+    def _followed(
+        self, matrix: npt.NDArray[np.floating[Any]], bits: int, moments: Float64
+    ) -> tuple[UInt8, BlockGrid] | None:
+        """Integers and grid of a matrix that follow moments; None where these are not those of any data."""
         real, block = matrix.astype(np.float64), block_of(len(matrix), self.block)
         try:
-            found, grid = round_in_blocks(real, self.bits, block, moments, symmetric=self.symmetric)
+            found, grid = round_in_blocks(real, bits, block, moments, symmetric=self.symmetric)
         except np.linalg.LinAlgError:
-            return math.inf
-        return relative_error(matrix, found, grid, moments)
-
-    def _rounded(
-        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: Float64 | None
-    ) -> tuple[UInt8, BlockGrid, Float64 | None]:
-        """Integers, grid, and the moments that were followed."""
-        block = block_of(len(matrix), self.block)
-        if moments is not None:
-            try:
-                real = matrix.astype(np.float64)
-                found, grid = round_in_blocks(real, bits, block, moments, symmetric=self.symmetric)
-                return found.astype(np.uint8), grid, moments
-            except np.linalg.LinAlgError as error:
-                _log.info("'%s' is rounded to nearest: %s", name, error)
-        return *nearest(matrix, bits, block, symmetric=self.symmetric), None
+            return None
+        return found.astype(np.uint8), grid
 
     def known(self, name: str) -> tuple[UInt8, BlockGrid]:
         """The integers and grid that were chosen for a layer."""

@@ -130,26 +130,25 @@ def round_in_blocks(
     grid = find_grid(matrix, bits, block, symmetric=symmetric, importance=np.diagonal(hessian))
     found = _search(matrix, None, hessian, grid)
     errors = _errors(matrix, found, hessian, grid)
-    nearest = grid.nearest(matrix)
-    plain = _errors(matrix, nearest, hessian, grid)
-    found, errors = np.where(errors <= plain, found, nearest), np.minimum(errors, plain)
-    for _ in range(_ROUNDS if bits < 8 else 0):
-        fitted = replace(grid, scale=fitted_steps(matrix, found, hessian, grid))
-        moved = _search(matrix, found, hessian, fitted)
-        after = _errors(matrix, moved, hessian, fitted)
-        better = after < errors
-        if not better.any():
-            break
-        grid = replace(grid, scale=np.where(better, fitted.scale, grid.scale))
-        found, errors = np.where(better, moved, found), np.where(better, after, errors)
-    by_weight = find_grid(matrix, bits, block, symmetric=symmetric)  # of few rows the better one now and then
-    for other in (grid, by_weight):  # `grid` has the fitted steps
-        nearest = other.nearest(matrix)
-        after = _errors(matrix, nearest, hessian, other)
+
+    def take(integers: Float64, other: BlockGrid) -> bool:
+        """Takes integers on another grid for the columns where they are better; tells whether there are any."""
+        nonlocal found, errors, grid
+        after = _errors(matrix, integers, hessian, other)
         better = after < errors
         scale, zero = np.where(better, other.scale, grid.scale), np.where(better, other.zero, grid.zero)
         grid = replace(grid, scale=scale, zero=zero)
-        found, errors = np.where(better, nearest, found), np.where(better, after, errors)
+        found, errors = np.where(better, integers, found), np.where(better, after, errors)
+        return bool(better.any())
+
+    take(grid.nearest(matrix), grid)
+    for _ in range(_ROUNDS if bits < 8 else 0):
+        fitted = replace(grid, scale=fitted_steps(matrix, found, hessian, grid))
+        if not take(_search(matrix, found, hessian, fitted), fitted):
+            break
+    by_weight = find_grid(matrix, bits, block, symmetric=symmetric)  # of few rows the better one now and then
+    for other in (grid, by_weight):  # `grid` has the fitted steps
+        take(other.nearest(matrix), other)
     return found, grid
 
 

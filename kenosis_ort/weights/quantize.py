@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,15 +128,13 @@ def quantize_weights(
         compared = (
             compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
         )
-        written = write_model(model, output, external_data=loaded.is_split, check=lambda path: _loads(path, libraries))
+        written = write_model(
+            model, output, external_data=loaded.is_split, check=partial(open_session, custom_op_libraries=libraries)
+        )
     notes = [*loaded.notes, *made.notes]
     if feeds and not held_out:
         notes.append(f"{len(feeds)} samples leave none to compare by that rounding did not see.")
     return WeightReport(made.layers, before, written, compared, tuple(notes))
-
-
-def _loads(path: Path, custom_op_libraries: Sequence[str]) -> None:
-    open_session(path, custom_op_libraries=custom_op_libraries)
 
 
 def _check_options(bits: Any, block_size: Any, accuracy_level: Any) -> None:

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 
 from kenosis_ort.rewrite.prepare import prepare
-from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.planning import parse
 
@@ -17,8 +16,6 @@ def net(text, weights=None, **options):
 
 
 def ready(proto, *, min_opset=13, rewrites=(), **options):
-    limits = runtime_limits()
-    options = {"max_ir": limits.max_ir, "max_opset": limits.max_opset, **options}
     return prepare(proto, min_opset=min_opset, rewrites=rewrites, **options)
 
 
