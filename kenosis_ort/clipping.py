@@ -9,7 +9,6 @@ scaled and rounded in float32 as the runtime does.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -25,13 +24,12 @@ from kenosis_ort.graph import product_pairs
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
-from kenosis_ort.runtime.session import open_session, session_options, write_optimized
+from kenosis_ort.runtime.session import Model, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import ClippingLoss
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
-Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 _INT16: Final = np.iinfo(np.int16)
 _POSITIONS: Final = 4096  # of a picture, taken at a time: they bound the memory of pairs
 

@@ -12,12 +12,13 @@ from typing import Final
 import numpy as np
 import onnx
 
-from kenosis_ort.clipping import Model, clipping_loss
+from kenosis_ort.clipping import clipping_loss
 from kenosis_ort.errors import OptionError, last_gate, warn_caller
 from kenosis_ort.graph.files import made_for
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode, indexed
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.runtime.session import Model
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.proof import (
     BrokenClause,

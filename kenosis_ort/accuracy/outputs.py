@@ -1,21 +1,18 @@
 """Outputs of two models beside each other: one comparison, for reports, commands, evaluators and targets."""
 
 import itertools
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from kenosis_ort.accuracy.error import product
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.runtime.session import Session, open_session, repeats
+from kenosis_ort.runtime.session import Model, Session, open_session, repeats
 
 Array = npt.NDArray[Any]
-Model = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 _FINE_DB: Final = 30.0
 _FINE_SHARE: Final = 0.995

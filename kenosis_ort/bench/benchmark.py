@@ -298,7 +298,7 @@ class _Field:
 
     def __init__(
         self,
-        named: Mapping[str, sources.ModelSource],
+        named: Mapping[str, sources.Model],
         baseline: str,
         threads: int,
         libraries: tuple[str, ...],

@@ -11,13 +11,12 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.bench.sources import ModelSource
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.constants import base_op
 from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.qdq import SourceGraph, tag, token_of
 from kenosis_ort.report.evidence import OpTime
-from kenosis_ort.runtime.session import Session, open_session, openable, session_options
+from kenosis_ort.runtime.session import Model, Session, open_session, openable, session_options
 from kenosis_ort.storage.writing import Scratch
 
 _KERNEL: Final = "_kernel_time"
@@ -26,7 +25,7 @@ _CHAIN_LIMIT: Final = 4  # nodes that the runtime merges behind a layout-optimiz
 
 
 def profile_ops(
-    model: ModelSource,
+    model: Model,
     feeds: Iterable[Mapping[str, Any]],
     *,
     threads: int = 1,
@@ -86,7 +85,7 @@ def profile_ops(
 
 
 def profile_in_fresh_sessions(
-    model: ModelSource, feeds: Sequence[Mapping[str, Any]], *, sessions: int = 3, budget_s: float = 10.0, **how: Any
+    model: Model, feeds: Sequence[Mapping[str, Any]], *, sessions: int = 3, budget_s: float = 10.0, **how: Any
 ) -> tuple[OpTime, ...]:
     """Result of `profile_ops`, median over sessions: memory is allocated anew in each, and so times differ.
 
@@ -119,7 +118,7 @@ def _quantile(times: Sequence[float], share: float) -> float:
     return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
-def _tagged(model: ModelSource, folder: Path) -> tuple[str | bytes, SourceGraph]:
+def _tagged(model: Model, folder: Path) -> tuple[str | bytes, SourceGraph]:
     """Model that the runtime opens, with nodes named by tokens, and its index."""
     if isinstance(model, bytes):
         model = parse_model(model)

@@ -13,16 +13,15 @@ import onnxruntime as ort
 from kenosis_ort.calibration.feeds import Feed, InputSpec, check_feed
 from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError
 from kenosis_ort.graph.files import external_files, uses_external_data
-from kenosis_ort.runtime.session import TENSOR_TYPES, openable
+from kenosis_ort.runtime.session import TENSOR_TYPES, Model as Model, openable
 from kenosis_ort.storage.writing import regular
 
-ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto
-Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
+Models = Model | Sequence[Model] | Mapping[str, Model]
 
 _ORT_FORMAT = b"ORTM"
 
 
-def opened(source: ModelSource, folder: Path, name: str) -> str | bytes:
+def opened(source: Model, folder: Path, name: str) -> str | bytes:
     """Model in the form that the runtime opens: the path itself, or bytes.
 
     Args:
@@ -51,7 +50,7 @@ def opened(source: ModelSource, folder: Path, name: str) -> str | bytes:
     return str(path)
 
 
-def named_models(models: Models) -> dict[str, ModelSource]:
+def named_models(models: Models) -> dict[str, Model]:
     """The models by name: keys of a mapping, file names, or their place in the sequence.
 
     Raises:
@@ -84,7 +83,7 @@ def size_of(opened: str | bytes) -> int:
     return size + sum(data.stat().st_size for data in external_files(path))
 
 
-def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
+def _names(sources: Sequence[Model]) -> Iterator[str]:
     """Yields file names, whole paths where two files have the same name, and numbers where even those are equal."""
     paths = [os.fspath(s) if isinstance(s, (str, os.PathLike)) else None for s in sources]
     file_names = Counter(Path(p).name for p in {p for p in paths if p is not None})

@@ -82,8 +82,6 @@ class Sketch:
 
     def quantile(self, share: float) -> float:
         """The value below which a share (0 to 1) of the values lie, linear inside a bin."""
-        if not self.mass.size:
-            return 0.0
         cumulative = np.cumsum(self.mass)
         goal = min(max(share, 0.0), 1.0) * cumulative[-1]
         index = min(int(np.searchsorted(cumulative, goal)), self.mass.size - 1)
@@ -103,11 +101,9 @@ class Sketch:
             levels: Number of grid points.
 
         Returns:
-            Means, shape ``(k,)``; 0 of no values.
+            Means, shape ``(k,)``.
         """
         pairs = np.asarray(ranges, np.float64).reshape(-1, 2)
-        if not self.mass.size:
-            return np.zeros(len(pairs))
         edges, change, points, masses = self._integrable
         steps, lowest, highest = _grids(pairs, levels)
         # The integral from 0 to an edge, in steps: whole cells, in each of which x - Q(x) goes from -1/2 to 1/2, and
@@ -157,8 +153,6 @@ def sketch(statistics: TensorStatistics, *, low_limit: float | None = None, high
 
 def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Doubles, Doubles, Doubles]:
     used = np.flatnonzero(histogram.counts)
-    if not used.size:
-        return np.zeros(0), np.zeros(0), np.zeros(0)
     bins = used - HALF
     coarse = np.abs(bins) >= _FINE
     first = np.where(coarse, bins // _MERGED * _MERGED, bins)
@@ -215,7 +209,7 @@ def least_error_range(values: Sketch, *, power: float = 2.0, levels: int = 256) 
         power: Exponent, at least 1.
         levels: Number of levels of the quantization grid, 256 for 8 bits.
     """
-    if not values.mass.size or not values.high > values.low:
+    if not values.high > values.low:
         return values.low, values.high
     candidates = [values.shrunk(float(share)) for share in _COARSE]
     errors = values.errors(candidates, power=power, levels=levels)

@@ -62,8 +62,19 @@ def fold(counts: Counts, steps: int) -> Counts:
     return out
 
 
+class _ByContent:
+    """Equality of records that hold arrays: all of their fields are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(np.array_equal(value, getattr(other, name)) for name, value in vars(self).items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, eq=False)
-class Histogram:
+class Histogram(_ByContent):
     """A finished histogram.
 
     Attributes:
@@ -80,13 +91,6 @@ class Histogram:
             raise ValueError(f"a histogram has {2 * HALF} bins, got an array of shape {counts.shape}")
         counts.flags.writeable = False
         object.__setattr__(self, "counts", counts)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Histogram):
-            return NotImplemented
-        return self.exponent == other.exponent and bool(np.array_equal(self.counts, other.counts))
-
-    __hash__ = None  # type: ignore[assignment]
 
     @property
     def width(self) -> float:
@@ -138,7 +142,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class ChannelRange:
+class ChannelRange(_ByContent):
     """Range of each channel of a tensor over all samples, exact.
 
     Attributes:
@@ -152,14 +156,6 @@ class ChannelRange:
     rank: int
     low: npt.NDArray[np.float64]
     high: npt.NDArray[np.float64]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ChannelRange):
-            return NotImplemented
-        same = np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
-        return (self.axis, self.rank) == (other.axis, other.rank) and same
-
-    __hash__ = None  # type: ignore[assignment]
 
     def merge(self, other: ChannelRange) -> ChannelRange | None:
         """The ranges over both data sets; None where the number of channels is not the same."""

@@ -37,6 +37,8 @@ from kenosis_ort.runtime.counting import count
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 R = TypeVar("R")
+Model = str | os.PathLike[str] | bytes | onnx.ModelProto
+"""A path, a serialized model, or one in memory."""
 
 MAPPED_FROM = 2**24
 """Bytes of weights from which on the runtime maps them from a file."""
@@ -204,7 +206,7 @@ def configured(entries: Mapping[str, str]) -> Iterator[None]:
 
 
 def open_session(
-    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    source: Model,
     *,
     threads: int = 1,
     optimize: bool = True,
@@ -261,7 +263,7 @@ def _malloc_trim() -> Callable[[int], object]:
     return found
 
 
-def make_room(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
+def make_room(source: Model) -> int:
     """Gives memory that nothing uses back to the system before a large model is opened or copied; returns its bytes."""
     size = _size(source)
     if size >= MAPPED_FROM:
@@ -270,12 +272,7 @@ def make_room(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
     return size
 
 
-def _opened(
-    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    options: ort.SessionOptions,
-    providers: list[Any],
-    further: Collection[str],
-) -> Session:
+def _opened(source: Model, options: ort.SessionOptions, providers: list[Any], further: Collection[str]) -> Session:
     size = make_room(source)
     if not isinstance(source, onnx.ModelProto):
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
@@ -304,7 +301,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kenosis-session-", ignore_cleanup_errors=True)
 
 
-def _size(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
+def _size(source: Model) -> int:
     """The bytes of a model, at least."""
     if isinstance(source, onnx.ModelProto):
         return weight_bytes(source)

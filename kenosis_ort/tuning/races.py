@@ -127,8 +127,8 @@ class RaceSetup:
 
 
 def race(
-    reference: sources.ModelSource,
-    model: sources.ModelSource,
+    reference: sources.Model,
+    model: sources.Model,
     setup: RaceSetup,
     *,
     budget_s: float,
@@ -201,7 +201,7 @@ class _Rounds:
         self._turns, self._together = 1, True
         self._taken: dict[str, list[float]] = {_REFERENCE: [], _MODEL: []}  # seconds of a run, by round
 
-    def admit(self, name: str, model: sources.ModelSource, folder: Path) -> None:
+    def admit(self, name: str, model: sources.Model, folder: Path) -> None:
         """Adds a model in the form that the runtime opens; of large ones only one session is open at a time."""
         try:
             source = sources.opened(model, folder / name, name)

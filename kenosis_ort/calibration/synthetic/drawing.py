@@ -116,8 +116,6 @@ def pink(draws: Draws, shape: Sequence[int], *, axes: int, fading: int = 256) ->
         they do not fade.
     """
     shape = tuple(shape)
-    if 0 in shape:
-        return np.zeros(shape, np.int32)
     lead, sides = shape[: len(shape) - axes], shape[len(shape) - axes :]
     octaves = min((max(*sides, 2) - 1).bit_length(), _MOST_OCTAVES) if axes else 1
     values = _grid(draws, lead, sides, octaves - 1)
@@ -394,8 +392,6 @@ def _mark(draws: Draws, ink: Doubles, rows: Span, columns: Span, thick: float, s
     lean = int(slant * (rows[1] - rows[0])) + 1
     top, bottom = max(rows[0] - reach, 0), min(rows[1] + reach, height)
     left, right = max(columns[0] - reach, 0), min(columns[1] + reach + lean, width)
-    if bottom <= top or right <= left:
-        return
     tall, wide = float(max(rows[1] - rows[0] - 1, 1)), float(max(columns[1] - columns[0] - 1, 1))
     y = np.arange(top, bottom, dtype=np.float64)[:, None] - rows[0]
     x = np.arange(left, right, dtype=np.float64)[None, :] - columns[0] - slant * (tall - y)

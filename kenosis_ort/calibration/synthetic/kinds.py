@@ -227,8 +227,6 @@ def _named(name: str, element_type: int, shape: Shape) -> InputKind | None:
     for kind, types, axes, words in _NAMES:
         if (types is None or element_type in types) and len(shape) in axes and _has_word(name, *words):
             return kind
-        if kind is InputKind.SCALE and _has_word(name, *words):
-            return None
     return InputKind.STATE if element_type in _FLOATS and name.lower() in _STATE_NAMES else None
 
 

@@ -150,14 +150,11 @@ def _mask(info: InputInfo, shape: Shape, around: Surroundings) -> Maker:
     padded = around.padded
 
     def values(sample: SyntheticSample) -> Array:
-        if not shape:
-            return np.zeros(()) if info.additive else np.ones(())
-        steps, sentences = shape[-1], shape[0] if len(shape) > 1 else 1
+        steps, sentences = shape[-1] if shape else 1, shape[0] if len(shape) > 1 else 1
         lengths = sample.sentence_lengths(sentences, steps) if padded else [steps] * sentences
         seen = np.arange(steps)[None, :] < np.array(lengths)[:, None]
-        shown = seen.reshape(sentences, *[1] * max(len(shape) - 2, 0), steps)
-        if len(shape) == 1:
-            shown = shown[0]
+        outline = (sentences, *[1] * (len(shape) - 2), steps)
+        shown = seen.reshape(outline[len(outline) - len(shape) :])
         return np.where(shown, 0.0, _HIDDEN) if info.additive else shown.astype(np.int64)
 
     kind = "a mask that is added" if info.additive else "a mask"
