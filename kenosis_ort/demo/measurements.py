@@ -169,25 +169,16 @@ def _quantized(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[st
     def reader() -> ArrayReader:
         return ArrayReader({INPUT_NAME: digits.calibration})
 
-    with _quiet_root_logger():
+    logging.disable(logging.WARNING)  # stock's advice would stand between the reader and the result
+    try:
         stock.quantize_static(float_model, default, reader())
         quant_pre_process(float_model, prepared)
         types = {"activation_type": stock.QuantType.QUInt8, "weight_type": stock.QuantType.QInt8}
         stock.quantize_static(prepared, best, reader(), per_channel=True, **types)
+    finally:
+        logging.disable(logging.NOTSET)
     report = quantize_static(float_model, ours, reader())
     return {FLOAT: float_model, STOCK_DEFAULT: default, STOCK_BEST: best, OURS: ours}, report
-
-
-@contextmanager
-def _quiet_root_logger() -> Iterator[None]:
-    """Stock writes advice to the root logger; here it would stand between the reader and the result."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
 
 
 _COLUMNS: Mapping[str, Form] = {
