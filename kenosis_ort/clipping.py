@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
@@ -24,11 +23,10 @@ from kenosis_ort.graph import product_pairs
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
-from kenosis_ort.runtime.session import Model, open_session, session_options, write_optimized
+from kenosis_ort.runtime.session import Array, Model, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import ClippingLoss
 
-Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
 _INT16: Final = np.iinfo(np.int16)
 _POSITIONS: Final = 4096  # of a picture, taken at a time: they bound the memory of pairs

@@ -28,7 +28,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.statistics import ChannelStatistics
+from kenosis_ort.calibration.statistics import ChannelStatistics, Float64
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.outside import array_in
@@ -38,7 +38,6 @@ from kenosis_ort.runtime.session import Session, open_session
 
 _log = logging.getLogger(__name__)
 
-Float64 = npt.NDArray[np.float64]
 _AXES_ARE_INPUTS = 18  # operator set from which the reductions take their axes as an input
 _PARTS = ("ReduceMin", "ReduceMax", "ReduceMean", "ReduceSumSquare")
 _DEVIATIONS = 4.0  # from the mean, that count as the range of a normal distribution

@@ -3,16 +3,13 @@
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kenosis_ort.accuracy.error import product
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.runtime.session import Model, Session, open_session, repeats
-
-Array = npt.NDArray[Any]
+from kenosis_ort.runtime.session import Array, Model, Session, open_session, repeats
 
 _FINE_DB: Final = 30.0
 _FINE_SHARE: Final = 0.995

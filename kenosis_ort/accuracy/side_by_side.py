@@ -12,17 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.outputs import Array, decibels
-from kenosis_ort.accuracy.value_grids import GridReader, ValueGrid
+from kenosis_ort.accuracy.outputs import decibels
+from kenosis_ort.accuracy.value_grids import Float64, GridReader, ValueGrid
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.runtime.session import open_session
-
-Float64 = npt.NDArray[np.float64]
+from kenosis_ort.runtime.session import Array, open_session
 
 _UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
 _RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling

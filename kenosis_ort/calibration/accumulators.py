@@ -25,12 +25,11 @@ from kenosis_ort.calibration.statistics import (
     ChannelRange,
     Counts,
     Extremes,
+    Float64,
     Histogram,
     TensorStatistics,
     fold,
 )
-
-Float64 = npt.NDArray[np.float64]
 
 _LONG_ROW = 512  # elements that a channel has side by side
 

@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.readers import Array, IndexedReader, StreamReader
+from kenosis_ort.calibration.feeds import Array
+from kenosis_ort.calibration.readers import IndexedReader, StreamReader
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.storage.writing import absolute
 

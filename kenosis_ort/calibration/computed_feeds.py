@@ -14,13 +14,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import helper
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration.feeds import sample_feeds
+from kenosis_ort.calibration.feeds import Array, Feed, sample_feeds
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import Body, state_pairs
@@ -28,8 +27,6 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute, attribute_int
 from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
-
-Array = npt.NDArray[Any]
 
 
 class StateLoop:
@@ -161,7 +158,6 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
         return np.zeros(shape, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
 
 
-Feed = Mapping[str, Any]
 Feeds = Callable[[], Iterator[Feed]]
 """Begins anew with every call."""
 

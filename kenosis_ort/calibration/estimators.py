@@ -26,12 +26,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.statistics import HALF, Histogram, TensorStatistics
+from kenosis_ort.calibration.statistics import HALF, Float64, Histogram, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 
-Doubles = npt.NDArray[np.float64]
 Range = tuple[float, float]
 
 _FINE = HALF // 16
@@ -63,9 +62,9 @@ class Sketch:
         high: Largest value.
     """
 
-    left: Doubles
-    right: Doubles
-    mass: Doubles
+    left: Float64
+    right: Float64
+    mass: Float64
     low: float
     high: float
 
@@ -89,7 +88,7 @@ class Sketch:
         inside = min(max((goal - before) / self.mass[index], 0.0), 1.0)
         return float(self.left[index] + inside * (self.right[index] - self.left[index]))
 
-    def errors(self, ranges: npt.ArrayLike, *, power: float, levels: int = 256) -> Doubles:
+    def errors(self, ranges: npt.ArrayLike, *, power: float, levels: int = 256) -> Float64:
         """The mean of ``|x - Q(x)|**power`` for each of several ranges.
 
         ``Q`` rounds to the grid that the range gets when it is widened to hold 0 and its zero point is rounded, and
@@ -111,14 +110,14 @@ class Sketch:
         more = power + 1.0
         cells, rest = _rounded(edges, steps, lowest, highest)
         integrals = (2.0 * 0.5**more * (cells @ change) + _power(rest, more) @ change) / more
-        totals: Doubles = integrals * steps**more
+        totals: Float64 = integrals * steps**more
         if points.size:
             _, rest = _rounded(points, steps, lowest, highest)
             totals += (np.abs(rest) ** power @ masses) * steps**power
         return totals / self.total
 
     @cached_property
-    def _integrable(self) -> tuple[Doubles, Doubles, Doubles, Doubles]:
+    def _integrable(self) -> tuple[Float64, Float64, Float64, Float64]:
         """Edges and by how much the density falls there, then the point masses' places and the masses."""
         wide = self.right > self.left
         edges = np.sort(np.concatenate((self.left[wide], self.right[wide])))
@@ -151,7 +150,7 @@ def sketch(statistics: TensorStatistics, *, low_limit: float | None = None, high
     return Sketch(np.clip(left, low, high), np.clip(right, low, high), mass, low, high)
 
 
-def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Doubles, Doubles, Doubles]:
+def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Float64, Float64, Float64]:
     used = np.flatnonzero(histogram.counts)
     bins = used - HALF
     coarse = np.abs(bins) >= _FINE
@@ -170,7 +169,7 @@ def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Doubl
     return np.clip(left, low, high), np.clip(right, low, high), mass
 
 
-def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
+def _grids(pairs: Float64, levels: int) -> tuple[Float64, Float64, Float64]:
     """Step of the asymmetric grid of each range, which is widened to hold 0, and its ends in steps."""
     lows, highs = np.minimum(pairs[:, 0], 0.0), np.maximum(pairs[:, 1], 0.0)
     steps = (highs - lows) / (levels - 1)
@@ -180,16 +179,16 @@ def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
     return steps, -below, np.where(has_points, levels - 1 - below, 0.0)
 
 
-def _rounded(x: Doubles, steps: Doubles, lowest: Doubles, highest: Doubles) -> tuple[Doubles, Doubles]:
+def _rounded(x: Float64, steps: Float64, lowest: Float64, highest: Float64) -> tuple[Float64, Float64]:
     """``Q(x)`` and ``x - Q(x)`` in steps, a row for each grid."""
-    rest: Doubles = x / steps[:, None]
+    rest: Float64 = x / steps[:, None]
     cells = np.rint(rest)
     np.clip(cells, lowest[:, None], highest[:, None], out=cells)
     rest -= cells
     return cells, rest
 
 
-def _power(x: Doubles, power: float) -> Doubles:
+def _power(x: Float64, power: float) -> Float64:
     """``abs(x)**power`` with the sign of ``x``, several times faster than numpy for the cube."""
     return x * x * x if power == 3.0 else np.copysign(np.abs(x) ** power, x)
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.statistics import Counts, Histogram, TensorStatistics
+from kenosis_ort.calibration.statistics import Counts, Float64, Histogram, TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
 
 Method = Literal["minmax", "entropy", "percentile", "distribution"]
@@ -186,8 +186,6 @@ class CalibrationConfig:
 
 _SMOOTHING = 1e-4
 
-Doubles = npt.NDArray[np.float64]
-
 
 def range_of(statistics: TensorStatistics, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
     """The range of a tensor by the method of ``config``, rounded to the tensor's element type.
@@ -228,7 +226,7 @@ def _range(statistics: TensorStatistics, config: CalibrationConfig, name: str) -
     return low, high
 
 
-def _signed_bins(low: float, high: float, bins: int) -> Doubles:
+def _signed_bins(low: float, high: float, bins: int) -> Float64:
     top = max(abs(low), abs(high)) or 0.5
     return np.linspace(-top, top, bins + 1)
 
@@ -263,14 +261,14 @@ def percentile_range(histogram: Histogram, low: float, high: float, config: Cali
     return _clip((float(edges[left]), float(edges[right])), low, high)
 
 
-def _cdf(counts: Counts) -> Doubles:
-    cumulative: Doubles = np.cumsum(counts / max(int(counts.sum()), 1))  # rounded as stock's, which decides ties
+def _cdf(counts: Counts) -> Float64:
+    cumulative: Float64 = np.cumsum(counts / max(int(counts.sum()), 1))  # rounded as stock's, which decides ties
     return cumulative
 
 
 def distribution_moments(
     histogram: Histogram, low: float, high: float, config: CalibrationConfig
-) -> tuple[float, float, Counts, Doubles]:
+) -> tuple[float, float, Counts, Float64]:
     """Mean and standard deviation over symmetric bins, the counts in these, and their edges.
 
     Args:

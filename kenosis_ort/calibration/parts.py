@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import helper
 
@@ -25,12 +24,11 @@ from kenosis_ort.calibration.part_session import ObservedModel, Segment, constan
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes
 from kenosis_ort.graph.walk import all_names, read_names, reserve_name
-from kenosis_ort.runtime.session import Session
+from kenosis_ort.runtime.session import Array, Session
 from kenosis_ort.storage.spool import Spool
 
 _log = logging.getLogger(__name__)
 
-Array = npt.NDArray[Any]
 Sizes = Mapping[str, int]
 Take = Callable[[int, dict[str, Array]], None]
 

@@ -18,12 +18,11 @@ from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import Array, InputSpec, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.checks import mapping, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
@@ -31,7 +30,6 @@ from kenosis_ort.graph.bodies import alike, state_stem
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.storage.spool import Spool
 
-Array = npt.NDArray[Any]
 Values = Mapping[str, Array]
 Choose = Callable[[Values], Any]
 

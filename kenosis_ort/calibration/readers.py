@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration.feeds import Feed, InputSpec, Provenance, sample_feeds
+from kenosis_ort.calibration.feeds import Array, Feed, InputSpec, Provenance, sample_feeds
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from kenosis_ort.storage.writing import absolute, regular
-
-Array = npt.NDArray[Any]
 
 
 class OwnReader(CalibrationDataReader):  # type: ignore[misc]

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 
 HALF = 4096
 """Bins on each side of zero."""
@@ -103,9 +104,9 @@ class Histogram(_ByContent):
         return int(self.counts.sum())
 
     @property
-    def edges(self) -> npt.NDArray[np.float64]:
+    def edges(self) -> Float64:
         """Edges of the bins, shape ``(8193,)``."""
-        edges: npt.NDArray[np.float64] = np.arange(-HALF, HALF + 1, dtype=np.float64) * np.float64(self.width)
+        edges: Float64 = np.arange(-HALF, HALF + 1, dtype=np.float64) * np.float64(self.width)
         return edges
 
     def merge(self, other: Histogram) -> Histogram:
@@ -115,12 +116,12 @@ class Histogram(_ByContent):
             exponent, fold(self.counts, exponent - self.exponent) + fold(other.counts, exponent - other.exponent)
         )
 
-    def cumulative_at(self, points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def cumulative_at(self, points: Float64) -> Float64:
         """Number of values below each point, linear inside a bin."""
         cumulative = np.concatenate(([0], np.cumsum(self.counts)))
         return np.interp(points, self.edges, cumulative)
 
-    def rebin(self, edges: npt.NDArray[np.float64], *, magnitudes: bool = False) -> Counts:
+    def rebin(self, edges: Float64, *, magnitudes: bool = False) -> Counts:
         """The counts in other bins.
 
         Args:
@@ -138,9 +139,6 @@ class Histogram(_ByContent):
         return np.diff(np.rint(below)).astype(np.int64)
 
 
-Float64 = npt.NDArray[np.float64]
-
-
 @dataclass(frozen=True, eq=False)
 class ChannelRange(_ByContent):
     """Range of each channel of a tensor over all samples, exact.
@@ -154,8 +152,8 @@ class ChannelRange(_ByContent):
 
     axis: int
     rank: int
-    low: npt.NDArray[np.float64]
-    high: npt.NDArray[np.float64]
+    low: Float64
+    high: Float64
 
     def merge(self, other: ChannelRange) -> ChannelRange | None:
         """The ranges over both data sets; None where the number of channels is not the same."""

@@ -12,18 +12,15 @@ from enum import Enum
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.feeds import Known, Shape, declared_shape, fits
+from kenosis_ort.calibration.feeds import Array, Known, Shape, declared_shape, fits
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.drawing import Draws
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import HEAVY
-
-Array = npt.NDArray[Any]
 
 _INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32})
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.feeds import Known
+from kenosis_ort.calibration.feeds import Array, Known
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.synthetic.drawing import BELL_DEVIATION, Doubles, Draws, deviation, pink
-from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, image_maker
 from kenosis_ort.calibration.synthetic.stem import MOST_GROUPS, Stem, fit_moments
 

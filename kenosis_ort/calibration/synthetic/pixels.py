@@ -34,11 +34,11 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.feeds import Known, input_specs
+from kenosis_ort.calibration.feeds import Array, Known, input_specs
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, outputs_of, run
 from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.drawing import Doubles, Draws, is_line, page, photograph
-from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, Maker, SyntheticSample
+from kenosis_ort.calibration.synthetic.kinds import InputInfo, Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.stem import ChannelMoments, Stem, StemPoint, distance
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import LAYERS

@@ -15,11 +15,10 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.calibration.computed_feeds import StateLoop
-from kenosis_ort.calibration.feeds import Provenance, checked_feeds, input_specs
+from kenosis_ort.calibration.feeds import Array, Provenance, checked_feeds, input_specs
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.readers import IndexedReader
 from kenosis_ort.calibration.synthetic.kinds import (
-    Array,
     InputInfo,
     InputKind,
     Maker,
