@@ -209,7 +209,9 @@ class Sweep(Closing):
             checked = sources.check_feed(feed, required, optional, number)
             known: int | None = getattr(feed, "digest", None)
             digest = feed_digest(checked) if known is None else known
-            for piece, chosen in self._pieces(checked):
+            cuts = self._cuts.get(self.samples)  # where the sample is of the part, or cut
+            pieces = [(cut.of(checked), cut.chosen) for cut in cuts] if cuts else [(checked, cuts is not None)]
+            for piece, chosen in pieces:
                 if chosen:
                     self.part_samples += 1
                     of_piece = digest if piece is checked else feed_digest(piece)
@@ -238,11 +240,6 @@ class Sweep(Closing):
     @property
     def _collectors(self) -> list[Collector]:
         return [self._others] if self._chosen is None else [self._chosen, self._others]
-
-    def _pieces(self, feed: dict[str, Any]) -> list[tuple[dict[str, Any], bool]]:
-        """Inputs of the model from the next sample, and whether it belongs to the part."""
-        cuts = self._cuts.get(self.samples)
-        return [(cut.of(feed), cut.chosen) for cut in cuts] if cuts else [(feed, cuts is not None)]
 
     def _bundle(self) -> _Bundle:
         return Spool() if self._staged.is_heavy else [], []

@@ -167,21 +167,16 @@ class CalibrationTable:
                 "A moving average over chunks depends on the order of the samples, so that tables cannot be merged.",
                 fix="Collect without strided and max_intermediate_outputs.",
             )
-        if self.model_fingerprint != other.model_fingerprint:
-            raise CalibrationError("Calibration tables of different models cannot be merged.", fix=_ALIKE)
-        if self.config.relevant() != other.config.relevant():
-            raise CalibrationError("Calibration tables of different settings cannot be merged.", fix=_ALIKE)
-        if self.tensors.keys() != other.tensors.keys():
-            odd = sorted(self.tensors.keys() ^ other.tensors.keys())
-            where = ", ".join(odd[:5])
-            raise CalibrationError("Calibration tables of different tensors cannot be merged.", where=where, fix=_ALIKE)
-        fixed = [n for n, s in (*self.tensors.items(), *other.tensors.items()) if s.fixed is not None]
-        if fixed:
-            raise CalibrationError(
-                "Calibration tables with ranges set by hand cannot be merged.",
-                where=fixed[0],
-                fix="Set them later.",
-            )
+        odd = ", ".join(sorted(self.tensors.keys() ^ other.tensors.keys())[:5])
+        fixed = next((n for n, s in (*self.tensors.items(), *other.tensors.items()) if s.fixed is not None), None)
+        for differs, what, where, fix in (
+            (self.model_fingerprint != other.model_fingerprint, "of different models", None, _ALIKE),
+            (self.config.relevant() != other.config.relevant(), "of different settings", None, _ALIKE),
+            (odd, "of different tensors", odd, _ALIKE),
+            (fixed, "with ranges set by hand", fixed, "Set them later."),
+        ):
+            if differs:
+                raise CalibrationError(f"Calibration tables {what} cannot be merged.", where=where, fix=fix)
         weights = (max(self.samples, 1), max(other.samples, 1))
         merged = {n: s.merge(other.tensors[n], weights=weights) for n, s in self.tensors.items()}
         data = None
