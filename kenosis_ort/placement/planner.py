@@ -30,45 +30,6 @@ from kenosis_ort.plan import (
 from kenosis_ort.targets.model import Placed, Target
 from kenosis_ort.targets.table import NodeClass, Role
 
-
-def share_scales(
-    assignment: Assignment, ranges: Mapping[str, Range] | None, own_grids: Container[str] = ()
-) -> ScaleGroups:
-    """Groups of quantized values that use one scale and zero point.
-
-    Args:
-        assignment: What each node is.
-        ranges: Calibrated (low, high) by value name; None or empty while planning before calibration.
-        own_grids: Values whose kernels write on a grid of their own: they take no other's.
-    """
-    target, fixed, view = assignment.target, assignment.constraints.values, assignment.view
-    groups = ScaleGroups(ranges or {}, assignment.absorption.limits, target.concat_share_limit)
-
-    def is_read_beside(concat: ir.Node, name: str) -> bool:
-        value = assignment.quantized[name]
-        return view.is_output(value) or any(
-            c.node is not concat
-            and (c.index == CAPTURED or assignment.classes[str(c.node.name)].role is not Role.PASS_THROUGH)
-            for c in view.consumers(value)
-        )
-
-    for node in view.nodes:
-        c = assignment.classes[str(node.name)]
-        if str(node.name) not in assignment.carrying:
-            continue
-        for out in [str(v.name) for v in assignment.written[str(node.name)]]:
-            if c.role is Role.PASS_THROUGH:
-                read = str(c.data[0].name)
-                groups.tie(*((read, out) if groups.root(out) in fixed else (out, read)))  # the caller's own provide
-            elif c.role is Role.CONCAT and groups.root(out) not in fixed:
-                for value in dict.fromkeys(str(v.name) for v in c.data):
-                    if groups.root(value) in fixed or groups.root(value) in own_grids:
-                        continue
-                    if target.whole or groups.may_share(value, out, partial(is_read_beside, node)) is None:
-                        groups.tie(value, out)
-    return groups
-
-
 _AS_INT32 = "int32 at input_scale * weight_scale"
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
@@ -230,7 +191,7 @@ class Decider:
         if decision.how is How.FLOAT:
             return decision
         if decision.how is How.DERIVED:
-            return replace(decision, dtype=_type_name(ir.DataType.INT32), symmetric=True)
+            return replace(decision, dtype="int32", symmetric=True)
         root = decision.provider or value
         weight = decision.role is EdgeRole.WEIGHT
         if symmetric is None and weight:
@@ -239,7 +200,7 @@ class Decider:
         elif symmetric is None:
             symmetric = self.options.activation_symmetric and value not in self.view.graph.initializers
             symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
-        return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
+        return replace(decision, dtype=ir.DataType(dtype).name.lower(), symmetric=symmetric)
 
 
 def _grids(node: ir.Node) -> tuple[str, str]:
@@ -248,10 +209,6 @@ def _grids(node: ir.Node) -> tuple[str, str]:
     assert data is not None
     assert weight is not None
     return str(data.name), str(weight.name)
-
-
-def _type_name(element_type: int) -> str:
-    return ir.DataType(element_type).name.lower()
 
 
 def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
@@ -266,57 +223,6 @@ def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
 
 
 _WIDE = (ir.DataType.UINT16, ir.DataType.INT16)
-
-
-def find_own_grids(assignment: Assignment) -> dict[str, Range | None]:
-    """The values whose kernels write on a grid of their own, with its range where that is one alone."""
-    found: dict[str, Range | None] = {}
-    rules = {rule.id: rule for rule in assignment.target.rules if rule.own_grid or rule.wide_output}
-    for name in sorted(assignment.domain.integer):
-        rule = rules.get(assignment.classes[name].rule)
-        value = str(assignment.classes[name].node.outputs[0].name)
-        is_wide = ir.DataType(assignment.constraints.overrides.type_of(value)) in _WIDE
-        if rule is not None and rule.own_grid and not is_wide:
-            assignment.constraints.overrides.refuse_offset(value, rule.why)
-        if rule is not None and not assignment.constraints.overrides.has_scale(value):
-            ends = rule.wide_output if is_wide else None
-            found.update({value: ends} if rule.own_grid or ends is not None else {})
-    return found
-
-
-def grid_limits(
-    assignment: Assignment, own_grids: Mapping[str, Range | None], groups: ScaleGroups
-) -> tuple[RangeLimit, ...]:
-    """The ranges of those of one alone, and of Concats that read any: none may saturate what it reads."""
-    found = {name: ends for name, ends in own_grids.items() if ends is not None}
-    ranges = groups.ranges
-    for name in assignment.domain.integer if own_grids and ranges else ():
-        c = assignment.classes[name]
-        root = groups.root(str(c.node.outputs[0].name))
-        read = [r for v in c.data if (r := groups.root(str(v.name))) in own_grids]
-        if c.role is Role.CONCAT and read and root in ranges:
-            ends = [found.get(value) or ranges[value] for value in (root, *read) if value in ranges]
-            found[root] = min(low for low, _ in ends), max(high for _, high in ends)
-    return tuple(RangeLimit(name, *ends) for name, ends in sorted(found.items()))
-
-
-def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
-    """The values that lie on a grid without Q of their own, for they are moved bytes, with what moved them.
-
-    Before calibration nothing is known about which Concats share their grid: all values are observed then.
-    """
-    providers: dict[str, str] = {}
-    for node in assignment.view.nodes:
-        name = str(node.name)
-        copies = assignment.classes[name].role in (Role.PASS_THROUGH, Role.CONCAT)
-        if not copies or name not in assignment.domain.integer:
-            continue
-        read = {groups.root(str(v.name)) for v in assignment.data(node)}
-        for value in [str(v.name) for v in assignment.written[name]]:
-            free = value in assignment.quantized and value not in assignment.constraints.values
-            if free and read == {groups.root(value)}:
-                providers[value] = name
-    return providers
 
 
 class Planner:
@@ -364,7 +270,7 @@ class Planner:
             keep_float: Nodes left float, with the reason, in place of those of the options.
         """
         placement = self._base if keep_float is None else self._placement(keep_float)
-        groups = share_scales(placement.assignment, ranges, placement.own_grids)
+        groups = placement.groups(ranges)
         shared = placement, bool(ranges), groups.shared
         if shared in self._plans:
             return self._plans[shared]
@@ -394,7 +300,7 @@ class _Placement:
         self.view, self.target, self.options = assignment.view, assignment.target, assignment.options
         self.assignment = assignment
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
-        self.own_grids = find_own_grids(self.assignment)
+        self.own_grids = self._find_own_grids()
         self.limits = tuple(limit for name, limit in limits.items() if name in quantized)
         narrowed = saturation_limits(self.view, quantized.values())
         few = filter(None, map(self._clipping_little, narrowed))
@@ -408,13 +314,94 @@ class _Placement:
             return limit
         return None if limit.high is None else replace(limit, low=-limit.high)
 
+    def _find_own_grids(self) -> dict[str, Range | None]:
+        """The values whose kernels write on a grid of their own, with its range where that is one alone."""
+        found: dict[str, Range | None] = {}
+        assignment, overrides = self.assignment, self.assignment.constraints.overrides
+        rules = {rule.id: rule for rule in assignment.target.rules if rule.own_grid or rule.wide_output}
+        for name in sorted(assignment.domain.integer):
+            rule = rules.get(assignment.classes[name].rule)
+            value = str(assignment.classes[name].node.outputs[0].name)
+            is_wide = ir.DataType(overrides.type_of(value)) in _WIDE
+            if rule is not None and rule.own_grid and not is_wide:
+                overrides.refuse_offset(value, rule.why)
+            if rule is not None and not overrides.has_scale(value):
+                ends = rule.wide_output if is_wide else None
+                found.update({value: ends} if rule.own_grid or ends is not None else {})
+        return found
+
+    def groups(self, ranges: Mapping[str, Range] | None) -> ScaleGroups:
+        """Groups of quantized values that use one scale and zero point.
+
+        Args:
+            ranges: Calibrated (low, high) by value name; None or empty while planning before calibration.
+        """
+        assignment, target, view = self.assignment, self.target, self.view
+        fixed = assignment.constraints.values
+        groups = ScaleGroups(ranges or {}, assignment.absorption.limits, target.concat_share_limit)
+
+        def is_read_beside(concat: ir.Node, name: str) -> bool:
+            value = assignment.quantized[name]
+            return view.is_output(value) or any(
+                c.node is not concat
+                and (c.index == CAPTURED or assignment.classes[str(c.node.name)].role is not Role.PASS_THROUGH)
+                for c in view.consumers(value)
+            )
+
+        for node in view.nodes:
+            c = assignment.classes[str(node.name)]
+            if str(node.name) not in assignment.carrying:
+                continue
+            for out in [str(v.name) for v in assignment.written[str(node.name)]]:
+                if c.role is Role.PASS_THROUGH:
+                    read = str(c.data[0].name)
+                    groups.tie(*((read, out) if groups.root(out) in fixed else (out, read)))  # the caller's own provide
+                elif c.role is Role.CONCAT and groups.root(out) not in fixed:
+                    for value in dict.fromkeys(str(v.name) for v in c.data):
+                        if groups.root(value) in fixed or groups.root(value) in self.own_grids:
+                            continue
+                        if target.whole or groups.may_share(value, out, partial(is_read_beside, node)) is None:
+                            groups.tie(value, out)
+        return groups
+
+    def _values_moved(self, groups: ScaleGroups) -> dict[str, str]:
+        """The values that lie on a grid without Q of their own, for they are moved bytes, with what moved them.
+
+        Before calibration nothing is known about which Concats share their grid: all values are observed then.
+        """
+        assignment, providers = self.assignment, dict[str, str]()
+        for node in self.view.nodes:
+            name = str(node.name)
+            copies = assignment.classes[name].role in (Role.PASS_THROUGH, Role.CONCAT)
+            if not copies or name not in assignment.domain.integer:
+                continue
+            read = {groups.root(str(v.name)) for v in assignment.data(node)}
+            for value in [str(v.name) for v in assignment.written[name]]:
+                free = value in assignment.quantized and value not in assignment.constraints.values
+                if free and read == {groups.root(value)}:
+                    providers[value] = name
+        return providers
+
+    def _grid_limits(self, groups: ScaleGroups) -> tuple[RangeLimit, ...]:
+        """The ranges of grids of one range alone, and of Concats that read any: none may saturate what it reads."""
+        found = {name: ends for name, ends in self.own_grids.items() if ends is not None}
+        ranges = groups.ranges
+        for name in self.assignment.domain.integer if self.own_grids and ranges else ():
+            c = self.assignment.classes[name]
+            root = groups.root(str(c.node.outputs[0].name))
+            read = [r for v in c.data if (r := groups.root(str(v.name))) in self.own_grids]
+            if c.role is Role.CONCAT and read and root in ranges:
+                ends = [found.get(value) or ranges[value] for value in (root, *read) if value in ranges]
+                found[root] = min(low for low, _ in ends), max(high for _, high in ends)
+        return tuple(RangeLimit(name, *ends) for name, ends in sorted(found.items()))
+
     @cached_property
     def _decider(self) -> Decider:
         return Decider(self.assignment, self.own_grids)
 
     def plan(self, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
         """The plan for values that share their scales in groups."""
-        moved = values_moved(self.assignment, groups) if ranges and self.target.keeps_grid else {}
+        moved = self._values_moved(groups) if ranges and self.target.keeps_grid else {}
         decisions = self._decider.with_grids(groups, moved)
         by_value: dict[str, list[Decision]] = {}
         for d in decisions:
@@ -429,7 +416,7 @@ class _Placement:
             nodes=tuple(self._decider.nodes),
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if groups.members(s.value) == [s.value]),
-            grids=grid_limits(self.assignment, self.own_grids, groups),
+            grids=self._grid_limits(groups),
             barriers=self.target.hooks.barriers(placed),
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),

@@ -16,10 +16,10 @@ net is asked for instead, wherever its float regions lie, and whether integer pa
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Generic, TypeVar, cast
+from typing import Final
 
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.view import FLOAT, GraphView
@@ -27,34 +27,32 @@ from kenosis_ort.placement.cost import ON_INTEGERS, CostEstimate, NetCosts, Plan
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.profile import CostTable
 
-T = TypeVar("T", bound=Hashable)
 _NOTHING: Final = 1e-9  # a capacity below it is none: costs are microseconds
+Vertex = tuple[str, str]
+_SOURCE: Final[Vertex] = ("source", "")
+_SINK: Final[Vertex] = ("sink", "")
 
 
-class MinCut(Generic[T]):
+class MinCut:
     """A minimum cut: a problem to be solved once."""
 
     def __init__(self) -> None:
-        self._source, self._sink = object(), object()
-        self._left: dict[object, dict[object, float]] = {self._source: {}, self._sink: {}}  # capacities, by both ends
+        self._left: dict[Vertex, dict[Vertex, float]] = {_SOURCE: {}, _SINK: {}}  # capacities, by both ends
 
-    def cost(self, thing: T, *, here: float, there: float) -> None:
+    def cost(self, thing: Vertex, *, here: float, there: float) -> None:
         """Says what a thing costs on either side."""
-        self._add(thing, self._sink, here)
-        self._add(self._source, thing, there)
+        self.part(thing, _SINK, here)
+        self.part(_SOURCE, thing, there)
 
-    def part(self, here: T, there: T, cost: float) -> None:
+    def part(self, here: Vertex, there: Vertex, cost: float) -> None:
         """Says what it costs to have one thing here and the other there, and not the other way round."""
-        self._add(here, there, cost)
+        for tail, head, capacity in ((here, there, cost), (there, here, 0.0)):
+            left = self._left.setdefault(tail, {})
+            left[head] = left.get(head, 0.0) + capacity
 
-    def _add(self, tail: object, head: object, capacity: float) -> None:
-        for begin, end, more in ((tail, head, capacity), (head, tail, 0.0)):
-            left = self._left.setdefault(begin, {})
-            left[end] = left.get(end, 0.0) + more
-
-    def solve(self) -> set[T]:
+    def solve(self) -> set[Vertex]:
         """The things that are cheapest here; where both sides cost the same, they are there."""
-        while self._sink in (level := self._levels()):
+        while _SINK in (level := self._levels()):
             ways = {vertex: list(left) for vertex, left in self._left.items()}
             while path := self._shortest_path(level, ways):
                 arcs = list(pairwise(path))
@@ -62,12 +60,12 @@ class MinCut(Generic[T]):
                 for tail, head in arcs:
                     self._left[tail][head] -= sent
                     self._left[head][tail] += sent
-        return {cast("T", thing) for thing in level if thing is not self._source}
+        return level.keys() - {_SOURCE}
 
-    def _levels(self) -> dict[object, int]:
+    def _levels(self) -> dict[Vertex, int]:
         """Each vertex' distance from the source by arcs that have something left; those that can be reached."""
-        level = {self._source: 0}
-        waiting = deque([self._source])
+        level = {_SOURCE: 0}
+        waiting = deque([_SOURCE])
         while waiting:
             vertex = waiting.popleft()
             for head, left in self._left[vertex].items():
@@ -76,15 +74,15 @@ class MinCut(Generic[T]):
                     waiting.append(head)
         return level
 
-    def _shortest_path(self, level: Mapping[object, int], ways: Mapping[object, list[object]]) -> list[object]:
+    def _shortest_path(self, level: Mapping[Vertex, int], ways: Mapping[Vertex, list[Vertex]]) -> list[Vertex]:
         """A shortest path from source to sink that still takes something; empty where there is none.
 
         Args:
             level: Distances from the source.
             ways: The ends of each vertex' arcs; those by which no path leads on are taken off.
         """
-        path = [self._source]
-        while path and path[-1] is not self._sink:
+        path = [_SOURCE]
+        while path and path[-1] != _SINK:
             vertex, heads = path[-1], ways[path[-1]]
             while heads and not self._leads_on(vertex, heads[-1], level):
                 heads.pop()
@@ -96,7 +94,7 @@ class MinCut(Generic[T]):
                 ways[path[-1]].pop()
         return path
 
-    def _leads_on(self, tail: object, head: object, level: Mapping[object, int]) -> bool:
+    def _leads_on(self, tail: Vertex, head: Vertex, level: Mapping[Vertex, int]) -> bool:
         return self._left[tail][head] > _NOTHING and level.get(head) == level[tail] + 1
 
 
@@ -113,7 +111,7 @@ def cheapest_in_float(net: NetCosts, plan: PlacementPlan, writes_float: Collecti
     """
     view, planned = net.view, PlannedCosts(net, plan)
     outside = ("outside", "")
-    cut: MinCut[tuple[str, str]] = MinCut()
+    cut = MinCut()
     cut.cost(outside, here=math.inf, there=0.0)
     # Kernels: here is integer, there is float.
     for node in view.nodes:
