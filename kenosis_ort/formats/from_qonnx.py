@@ -109,7 +109,8 @@ class Reader(tensors.Edits):
             return None
         if found.dtype.kind != "f":
             qonnx_nodes.refuse(node, f"it quantizes '{value.name}' of type {found.dtype}; float32 is wanted")
-        if not _fits(shape, found.shape):
+        known = zip(shape[::-1], found.shape[::-1], strict=False)
+        if len(shape) > found.ndim or any(size not in (1, whole) for size, whole in known):
             clause = f"a scale or zero point of shape {list(shape)} does not fit a value of {list(found.shape)}"
             qonnx_nodes.refuse(node, clause)
         if not np.isfinite(found).all():
@@ -195,11 +196,6 @@ class Reader(tensors.Edits):
             worst = zero_point.reshape(-1)[int(np.argmax(np.abs(zero_point.reshape(-1))))]
             bounds = f"[{limits.min}, {limits.max}]"
             qonnx_nodes.refuse(node, f"the zero point {worst:g} lies outside the range {bounds} of its integers")
-
-
-def _fits(shape: tuple[int, ...], value: tuple[int, ...]) -> bool:
-    """Whether parameters of a shape broadcast to a value without making it larger."""
-    return len(shape) <= len(value) and all(s in (1, v) for s, v in zip(shape[::-1], value[::-1], strict=False))
 
 
 def to_float(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -18,12 +18,7 @@ from typing import BinaryIO
 import onnx
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.outside import (
-    IS_POSSIBLE,
-    is_outside,
-    refer,
-    tensor_bytes,
-)
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.walk import all_tensors
 
 _log = logging.getLogger(__name__)
@@ -52,8 +47,10 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool
         ModelLoadError: A location is absolute, escapes the folder, is missing or no regular file, or a
             tensor's offset and length do not fit the file or the tensor's shape.
     """
-    tensors = [t for t in all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t)]
-    to_disk = lazily and IS_POSSIBLE and sum(tensor_bytes(t) or 0 for t in tensors) > _IN_MEMORY_UP_TO
+    tensors = [
+        t for t in all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL and not outside.is_outside(t)
+    ]
+    to_disk = lazily and outside.IS_POSSIBLE and sum(outside.tensor_bytes(t) or 0 for t in tensors) > _IN_MEMORY_UP_TO
     of_the_graph = {t.name for t in proto.graph.initializer}
     with ExitStack() as stack:
         files: dict[str, tuple[BinaryIO, int]] = {}
@@ -66,7 +63,7 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool
             file, size = files[location]
             length = _checked_length(tensor, span, size, where)
             if to_disk and length >= _LEFT_OUTSIDE and tensor.name in of_the_graph:
-                refer(tensor, os.path.realpath(file.name), offset, length)
+                outside.refer(tensor, os.path.realpath(file.name), offset, length)
                 continue
             file.seek(offset)
             data = file.read(length)
@@ -124,7 +121,7 @@ def _opened(path: Path, where: str) -> BinaryIO:
 
 def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
     location, offset, declared = span
-    expected = tensor_bytes(tensor)
+    expected = outside.tensor_bytes(tensor)
     length = next(known for known in (declared, expected, size - offset) if known is not None)
     if expected is not None and length != expected:
         what = f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}."

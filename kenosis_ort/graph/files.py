@@ -26,15 +26,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 
 from kenosis_ort.errors import OutputError, warn_caller
-from kenosis_ort.graph.outside import (
-    STORE,
-    Store,
-    is_outside,
-    refers_outside,
-    serialized,
-    weight_bytes,
-    write_external_data,
-)
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.walk import all_tensors
 from kenosis_ort.storage.writing import Scratch, is_possible, locked, sha256_of
 
@@ -51,15 +43,15 @@ def weights_on_disk(model: onnx.ModelProto) -> Iterator[None]:
     Raises:
         OutputError: No temporary folder can be made.
     """
-    if STORE.get() is not None or not refers_outside(model):
+    if outside.STORE.get() is not None or not outside.refers_outside(model):
         yield
         return
     with Scratch("weights") as folder, (folder / "made").open("wb") as file:
-        token = STORE.set(Store(file))
+        token = outside.STORE.set(outside.Store(file))
         try:
             yield
         finally:
-            STORE.reset(token)
+            outside.STORE.reset(token)
 
 
 _KEY: Final = "kenosis_ort.target"
@@ -107,7 +99,7 @@ _MODELS: Final = frozenset({".onnx", ".ort", ".pb"})
 
 def uses_external_data(proto: onnx.ModelProto) -> bool:
     """Whether any tensor of the model lies outside of it, in a place that was not checked."""
-    return any(t.data_location == onnx.TensorProto.EXTERNAL and not is_outside(t) for t in all_tensors(proto))
+    return any(t.data_location == onnx.TensorProto.EXTERNAL and not outside.is_outside(t) for t in all_tensors(proto))
 
 
 def external_files(model_path: Path) -> list[Path]:
@@ -346,13 +338,13 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
     Raises:
         OutputError: It cannot be written.
     """
-    external = content is None and (external_data or weight_bytes(proto) > INLINE_LIMIT)
+    external = content is None and (external_data or outside.weight_bytes(proto) > INLINE_LIMIT)
     try:
         if external:
-            path.write_bytes(write_external_data(proto, data_file(path)).SerializeToString())
+            path.write_bytes(outside.write_external_data(proto, data_file(path)).SerializeToString())
         else:
             with path.open("wb") as file:
-                file.writelines((content,) if content is not None else serialized(proto))
+                file.writelines((content,) if content is not None else outside.serialized(proto))
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         fix = "Free space, or shorten the name."

@@ -61,7 +61,6 @@ class LiveGraph(GraphView):
         super().reopen()
         self._stored_nodes: dict[ir.Node, onnx.NodeProto] = dict(zip(self.graph, self.proto.graph.node, strict=True))
         self._rewritten: set[ir.Node] = set()
-        self._other_attributes: set[ir.Node] = set()
         made = (output for body in self._owners for node in body for output in node.outputs)
         given = (value for body in self._owners for value in (*body.inputs, *body.initializers.values()))
         self._body_names = {value.name or "" for value in (*made, *given)}
@@ -242,7 +241,6 @@ class LiveGraph(GraphView):
         node.op_type, node.domain = operator, domain
         self.graph.opset_imports.setdefault(domain, 1)
         self._rewritten.add(node)
-        self._other_attributes.add(node)
         self._is_written = False
 
     def set_attribute(self, node: ir.Node, name: str, value: Attribute | None) -> None:
@@ -251,7 +249,7 @@ class LiveGraph(GraphView):
             node.attributes.pop(name, None)
         else:
             node.attributes.add(ir.convenience.convert_attribute(name, value))
-        self._other_attributes.add(node)
+        self._rewritten.add(node)
         self._is_written = False
 
     def insert_before(
@@ -355,7 +353,6 @@ class LiveGraph(GraphView):
         replace_nodes(graph, [self._as_proto(node) for node in self.graph])
         self._stored_nodes = dict(zip(self.graph, graph.node, strict=True))
         self._rewritten.clear()
-        self._other_attributes.clear()
         known = {tensor.name: at for at, tensor in enumerate(graph.initializer)}
         for name in stored:
             if name in self._changed or name not in known:
@@ -390,7 +387,6 @@ class LiveGraph(GraphView):
                 names[:] = now
         if node in self._rewritten:
             stored.op_type, stored.domain, stored.name = node.op_type, node.domain, node.name or ""
-        if node in self._other_attributes:
             del stored.attribute[:]
             stored.attribute.extend(map(ir.serde.serialize_attribute, node.attributes.values()))
         return stored

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.load import INTEGER_KERNELS, load_model
 from kenosis_ort.graph.outside import tensor_bytes, weight_bytes
-from kenosis_ort.graph.walk import all_graphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs
 
 _BLOCKWISE = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
@@ -88,7 +88,7 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
     loaded = load_model(source, ask_runtime=False)
     proto = loaded.proto
     nodes = [node for graph in all_graphs(proto.graph) for node in graph.node]
-    operators = Counter(_qualified(node) for node in nodes)
+    operators = Counter(n.op_type if n.domain in MAIN_DOMAINS else f"{n.domain}.{n.op_type}" for n in nodes)
     weights = list(_weights(proto))
     types: Counter[str] = Counter()
     for weight in weights:
@@ -122,10 +122,6 @@ def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Count
     if ops & _BLOCKWISE or "DequantizeLinear" in ops:
         return "weights only"
     return "float16" if types.get("float16", 0) > types.get("float", 0) else "float"
-
-
-def _qualified(node: onnx.NodeProto) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
 def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -230,19 +230,17 @@ class Constraints:
         if weight is None or not weight.is_initializer():
             return None
         name, rank = str(weight.name), len(weight.shape or ()) or 1
+        # All groups of a ConvTranspose would share the scales of one, beside an int32 bias that has one a channel.
+        groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
+        is_ambiguous = groups > 1 and self.options.quantize_bias
         if name in self.overrides:
             axis = self.overrides.axis(name)
-        elif not self.options.per_channel or node.op_type in self.options.per_tensor or self._is_ambiguous(node):
+        elif not self.options.per_channel or node.op_type in self.options.per_tensor or is_ambiguous:
             axis = None
         else:
             axis = self.options.matmul_axis if node.op_type == "MatMul" else None
             axis = _natural_axis(node) if axis is None else axis
         return None if axis is None or not -rank <= axis < rank else axis % rank
-
-    def _is_ambiguous(self, node: ir.Node) -> bool:
-        """Whether all groups would share the scales of one, beside an int32 bias that has one a channel."""
-        groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
-        return groups > 1 and self.options.quantize_bias
 
 
 def channel_axis(node: ir.Node) -> int:

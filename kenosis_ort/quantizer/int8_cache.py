@@ -195,14 +195,11 @@ def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[st
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not all(_is_scale(scale) for scale in found.values()):
+    scales = found.values() if isinstance(found, dict) else (0,)
+    if not all(type(scale) in (int, float) and 0 < scale <= _LARGEST for scale in scales):  # a bool is none
         what = "its scales of the cache are no positive numbers by name"
         raise ModelLoadError(what, where=f"{where}, metadata {_KEY}", fix="make the file anew with kv_cache='int8'")
     return {name: float(scale) for name, scale in found.items()}
-
-
-def _is_scale(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
 def _rename_inside(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:

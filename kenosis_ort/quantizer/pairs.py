@@ -7,15 +7,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
+from onnxruntime.quantization import quant_utils
 from onnxruntime.quantization.base_quantizer import QuantizationParams
 from onnxruntime.quantization.calibrate import TensorData
-from onnxruntime.quantization.quant_utils import (
-    add_dequant_output_suffix,
-    add_dequant_suffix,
-    add_quant_input_suffix,
-    add_quant_output_suffix,
-    add_quant_suffix,
-)
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import drop_unread, replace_nodes
@@ -261,7 +255,7 @@ class Pairs:
         by_name = [d for d in decisions if d.role is EdgeRole.OUTPUT or d.edge.index < 0]
         known = any(d.how is not How.FLOAT for d in by_name)  # outputs and bodies know the name: it becomes DQ's
         if known:
-            source = editor.fresh(add_quant_input_suffix(value))
+            source = editor.fresh(quant_utils.add_quant_input_suffix(value))
             editor.rename_output(value, source)
         readers = [d for d in decisions if not (d.role is EdgeRole.OUTPUT or d.edge.index < 0)]
         for d in readers:
@@ -308,8 +302,8 @@ class Pairs:
     def _quantize(self, value: str, source: str, suffix: str = "", axis: int | None = None) -> str:
         """Adds Q; returns what it writes. A scale of one number leaves ``axis`` without effect."""
         editor = self.editor
-        integers = editor.fresh(add_quant_output_suffix(value) + suffix)
-        name = editor.fresh(add_quant_suffix(value) + suffix)
+        integers = editor.fresh(quant_utils.add_quant_output_suffix(value) + suffix)
+        name = editor.fresh(quant_utils.add_quant_suffix(value) + suffix)
         editor.add(Q, source, integers, name, self._grids[value].names, axis=axis)
         bits, kind = self._widths[value], self.quantizer.activation_qType
         if bits == _BYTE:
@@ -345,8 +339,10 @@ class Pairs:
     ) -> str:
         """Adds DQ; returns what it writes, ``named`` if that is given."""
         editor = self.editor
-        real = named or editor.fresh(add_dequant_output_suffix(base) + suffix)
-        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names, axis=axis)
+        real = named or editor.fresh(quant_utils.add_dequant_output_suffix(base) + suffix)
+        editor.add(
+            DQ, integers, real, editor.fresh(quant_utils.add_dequant_suffix(base) + suffix), grid.names, axis=axis
+        )
         return real
 
     def _groups(
@@ -377,10 +373,10 @@ class Pairs:
     def _convert(self, value: str, integers: str) -> str:
         """Adds DQ and Q from a value's integers to those of the other type; returns these."""
         editor, grid = self.editor, self._grids[value].names
-        real = editor.fresh(add_quant_input_suffix(f"{value}_convert"))
-        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(f"{value}_convert_clone")), grid)
-        converted = editor.fresh(add_quant_output_suffix(f"{value}_convert"))
-        name = editor.fresh(add_quant_suffix(f"{value}_convert"))
+        real = editor.fresh(quant_utils.add_quant_input_suffix(f"{value}_convert"))
+        editor.add(DQ, integers, real, editor.fresh(quant_utils.add_dequant_suffix(f"{value}_convert_clone")), grid)
+        converted = editor.fresh(quant_utils.add_quant_output_suffix(f"{value}_convert"))
+        name = editor.fresh(quant_utils.add_quant_suffix(f"{value}_convert"))
         editor.add(Q, real, converted, name, self._converted[value].names)
         return converted
 

@@ -7,16 +7,10 @@ from functools import partial
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization import quant_utils
 from onnxruntime.quantization.base_quantizer import QuantizationParams
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantTensorType, QDQTensorQuantInfo
-from onnxruntime.quantization.quant_utils import (
-    add_dequant_output_suffix,
-    add_dequant_suffix,
-    add_quant_output_suffix,
-    add_quant_suffix,
-    quantize_onnx_initializer,
-)
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
@@ -178,7 +172,7 @@ class Constants:
             scale = _at_least(needed, biases)
         known = {"block_size": block} if block else {}
         with four_bit_types():
-            values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
+            values = quant_utils.quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
         self._scales[init.name] = stored = scale.astype(np.float32)
         elem_type = params["quant_type"]
         self._place(init.name, values, stored, zero_point, axis, decisions, elem_type, block, floats=self._floats)
@@ -284,8 +278,8 @@ class Constants:
         attributes = {"axis": axis, "block_size": block or None}
         if floats:
             grid = self._add_grid(name, scale, zero_point, elem_type)
-            integers = editor.fresh(add_quant_output_suffix(name))
-            editor.add(Q, name, integers, editor.fresh(add_quant_suffix(name)), grid, **attributes)
+            integers = editor.fresh(quant_utils.add_quant_output_suffix(name))
+            editor.add(Q, name, integers, editor.fresh(quant_utils.add_quant_suffix(name)), grid, **attributes)
             if bits < _BYTE:
                 clipped, clip = (editor.fresh(f"{name}_{what}") for what in ("Clip_Output", "Clip"))
                 editor.add_clip(integers, clipped, clip, integer_bounds(bits, signed=True, narrow=True), signed=True)
@@ -302,8 +296,8 @@ class Constants:
             if bits < _BYTE:
                 annotate(editor.graph, integers, f"INT{bits}")
             grid = self._add_grid(name, scale, zero_point, elem_type)
-        real = editor.fresh(add_dequant_output_suffix(name))
-        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(name)), grid, **attributes)
+        real = editor.fresh(quant_utils.add_dequant_output_suffix(name))
+        editor.add(DQ, integers, real, editor.fresh(quant_utils.add_dequant_suffix(name)), grid, **attributes)
         for d in decisions:
             if d.how is not How.FLOAT:
                 editor.read(d.edge.consumer, d.edge.index, real)

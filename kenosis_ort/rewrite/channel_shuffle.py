@@ -41,11 +41,6 @@ class Selection(NamedTuple):
     channels: int
     path: tuple[ir.Node, ...]
 
-    @property
-    def is_permutation(self) -> bool:
-        """Whether every channel is chosen once."""
-        return len(self.chosen) == self.channels and len(np.unique(self.chosen)) == self.channels
-
 
 def find_selection(editor: Editor, value: ir.Value) -> Selection | None:
     """Channels that a value of four dimensions selects from the farthest value that it can be traced to, if any."""
@@ -214,7 +209,7 @@ def _is_behind_named(editor: Editor, value: ir.Value) -> bool:
 
 def _fold(editor: Editor, selection: Selection) -> None:
     """Folds a shuffle into Convs; raises where there are none."""
-    refuse_if(not selection.is_permutation, "it leaves channels out")
+    refuse_if(sorted(selection.chosen) != [*range(selection.channels)], "it leaves channels out")
     folds, reasons = list[_Fold](), list[str]()
     for look in (_behind, _before):
         try:

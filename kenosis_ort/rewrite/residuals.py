@@ -61,16 +61,12 @@ def _is_joined(editor: Editor, residual: ir.Node, readers: Collection[ir.Node]) 
     elsewhere = any(id(node) not in members for node in editor.readers(output))
     if elsewhere or output.is_graph_output() or editor.is_captured(output):
         return False
-    left, right = (_shape(editor, value) for value in residual.inputs)
+    stored = [(value, editor.constant(value)) for value in residual.inputs]
+    left, right = (editor.dims(value) if tensor is None else tuple(tensor.dims) for value, tensor in stored)
     if left is None or right is None:
         return all(shape is None or len(shape) == _RANK for shape in (left, right))
     same = all(a == b or a is None or b is None for a, b in zip(left, right, strict=False))
     return len(left) == len(right) == _RANK and same
-
-
-def _shape(editor: Editor, value: ir.Value | None) -> tuple[int | None, ...] | None:
-    constant = editor.constant(value)
-    return editor.dims(value) if constant is None else tuple(constant.dims)
 
 
 _LAYER_NORM, _RMS_NORM = "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"

@@ -135,7 +135,8 @@ def _form(editor: Editor, node: ir.Node, order: Order, turned: Set[ir.Value]) ->
             if value not in turned and editor.rank(value) != len(order):
                 return None
         elif array.size != 1:
-            form.constants[at] = _turned(array, order)
+            whole = array.reshape((1,) * (len(order) - array.ndim) + array.shape)  # it is broadcast over the axes
+            form.constants[at] = whole.transpose(_back(order))
     return form
 
 
@@ -164,12 +165,6 @@ def _with_axes(editor: Editor, node: ir.Node, order: Order) -> _Form | None:
     elif not kind & (Is.ACTIVATION | Is.ELEMENTWISE) or node.op_type == "Dropout":
         return None
     return form._replace(turned=[0]) if node.op_type in _READ_THE_FIRST_ALONE else form
-
-
-def _turned(array: Array, order: Order) -> Array:
-    """A constant that is broadcast over the axes, in the order before."""
-    turned: Array = array.reshape((1,) * (len(order) - array.ndim) + array.shape).transpose(_back(order))
-    return turned
 
 
 # -- what it pays -------------------------------------------------------------------------------------------------
