@@ -24,21 +24,13 @@ from kenosis_ort.runtime.session import HERE, Array, Executor, Running, Session,
 Model = Path | onnx.ModelProto
 _MOST_WEIGHTS: Final = 2**26
 """Bytes of weights of a candidate whose session is cached."""
-
-
 _MOST_OUTPUTS: Final = 2**26
 """Bytes of a candidate's outputs that are kept."""
-
-
 _MOST_FLOAT_OUTPUTS: Final = 2**28
 """The same of the float model's."""
-
-
 _CACHED: Final = 2  # what stood before a change, and what it led to
 _REMEMBERED: Final = 8
 """Candidates whose outputs are kept longer than their sessions: what stands after a pass has tried some of its own."""
-
-
 _FEW_OUTPUTS: Final = 2**23
 """Bytes of a candidate's outputs that are kept longer."""
 
