@@ -1,9 +1,10 @@
-"""What an import loads: in a process of its own, and beside a torch that must not be touched."""
+"""What an import loads: in a process of its own, and beside a torch that must not be touched; how deep imports go."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import onnx
@@ -86,3 +87,18 @@ def test_symbols_are_computed_all_the_same(tmp_path):
     code = "from kenosis_ort.graph.view import ir\nassert 'sympy' not in sys.modules\n"
     code += "assert str(ir.SymbolicDim('N') + 1) == 'N + 1'\nimport sympy\nassert ir._core.sympy.Expr is sympy.Expr"
     assert "sympy" in loaded_by(code, tmp_path)
+
+
+def test_no_chain_of_imports_is_longer_than_ten():
+    graph = pytest.importorskip("grimp", reason="it comes with import-linter").build_graph(
+        "kenosis_ort", cache_dir=None
+    )
+
+    @cache
+    def height(module):
+        return 1 + max(
+            (height(below) for below in graph.find_modules_directly_imported_by(module) - {module}), default=0
+        )
+
+    tall = {module: height(module) for module in graph.modules if height(module) > 10}
+    assert not tall
