@@ -27,6 +27,7 @@ from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph import walk
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes.layers import Float64
 from kenosis_ort.runtime.session import open_session
@@ -82,15 +83,18 @@ def shifts_in_one_run(
         Shifts in the units of the output, float64 (channels,), by layer name.
     """
     stacked = _stacked(feeds)
-    values = [target.activation.value for target in targets]
-    if stacked is None or _ALIVE * max(estimate_bytes(model, stacked, values).values(), default=0) > _MOST_BYTES:
+    if stacked is None:
+        return None
+    times = len(next(iter(stacked.values()))) / len(next(iter(feeds[0].values())))  # of an export for one batch too
+    largest = max(estimate_bytes(model, feeds[0], [t.activation.value for t in targets]).values(), default=0)
+    if _ALIVE * times * largest > _MOST_BYTES:
         return None
     try:
         expected = float_means.of(model, feeds, targets, libraries)
         if expected is None:
             return None
         constants = {t.name: t for t in model.graph.initializer}
-        made = _Made(quantized, {target.quantized for target in targets}, renamed=True)
+        made = _Made(quantized, {target.quantized for target in targets}, _open_shapes(model), renamed=True)
         outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
         session = open_session(made.finished(outputs), threads=0, custom_op_libraries=libraries)
         found = session.answer(stacked, outputs).values()
@@ -154,7 +158,7 @@ class FloatMeans:
         missing = {(t.activation.output, t.axis): t for t in targets}
         missing = {key: target for key, target in missing.items() if key not in self._known}
         if missing and self._stacks:
-            made = _Made(model, {value for value, _ in missing})
+            made = _Made(model, {value for value, _ in missing}, _open_shapes(model))
             outputs = [made.means(value, target) for (value, _), target in missing.items()]
             self._stacks = False  # also where the runtime refuses
             runner = open_session(made.finished(outputs), threads=0, custom_op_libraries=libraries)
@@ -186,10 +190,18 @@ class _Made:
     Args:
         model: Where the values are computed. Not changed.
         values: The values.
+        open_shapes: As `_open_shapes` finds them in the float model, whose nodes keep their names.
         renamed: They are computed under another name, `raw`, so that nodes added can give theirs a meaning.
     """
 
-    def __init__(self, model: onnx.ModelProto, values: Collection[str], *, renamed: bool = False) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        values: Collection[str],
+        open_shapes: Mapping[str, Sequence[int]],
+        *,
+        renamed: bool = False,
+    ) -> None:
         self._model = model
         self._opset = walk.opset_of(model)
         self._prefix = walk.reserve_name("correction", {name.partition("/")[0] for name in walk.all_names(model)})
@@ -206,6 +218,9 @@ class _Made:
             self._reads.update(walk.read_names(node))
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
+            if (shape := open_shapes.get(node.name)) is not None:
+                shape_name = self._constant(np.array(shape, np.int64))
+                copy = helper.make_node("Reshape", [copy.input[0], shape_name], copy.output, name=copy.name)
             self._body.append([copy])
             for at, name in enumerate(node.output):
                 copy.output[at] = self._raw.get(name, name)
@@ -302,6 +317,27 @@ class _Made:
             self._constants[key] = self._name("constant")
             self._initializers.append(numpy_helper.from_array(array, self._constants[key]))
         return self._constants[key]
+
+
+def _open_shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
+    """Shapes with the number of rows left open, by name of the node of an export for one batch that fixes it.
+
+    These are Reshapes to constant sizes, and Gathers of all that a flat value holds, in order, as exporters spell a
+    flattened mean. Rows are the slowest axis, also where a Reshape joins others to them, so that the first size may be
+    open; whether the rows of a stack are samples of their own all the same is tried on the float model.
+    """
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    sizes = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in model.graph.value_info}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type not in ("Reshape", "Gather") or node.input[1] not in constants:
+            continue
+        array = array_in(constants[node.input[1]])
+        if node.op_type == "Reshape" and array.size and array.min() > 0:
+            found[node.name] = [-1, *array.tolist()[1:]]
+        elif sizes.get(node.input[0]) == [array.size] and np.array_equal(array.reshape(-1), np.arange(array.size)):
+            found[node.name] = [-1, *array.shape[1:]]
+    return found
 
 
 def _with_open_rows(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:

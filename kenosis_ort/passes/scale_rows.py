@@ -197,6 +197,7 @@ def _shares(low: Float64, high: Float64, power: Float64) -> tuple[float, float]:
 
 _FEEDS: Final = 8  # rows are many in each
 _GAIN: Final = 2.0  # 3 dB of a layer's own noise
+_MASSIVE: Final = 8.0  # 9 dB: some row has three times the range of the others; rows of normal numbers have 3 to 4 dB
 _NOISE: Final = 1e-4  # of a row's signal, below which one range is good enough
 _WORTH: Final = 0.8  # of the error is left: 1 dB, without which nothing is done
 _MORE: Final = 0.5  # of the error is left with twice the layers, each of which takes a tenth longer
@@ -237,7 +238,7 @@ class RowScales(contract.WeightPass):
             )
             if each.static > max(_GAIN * each.by_row, _NOISE)
         ]
-        if not found:
+        if not any(each.static > _MASSIVE * each.by_row for each in found):
             return contract.Skipped("one range serves all rows")
         found.sort(key=lambda each: -each.gain)
         before, changed, count = context.score(state), _scaled(state, found, context), len(found)
