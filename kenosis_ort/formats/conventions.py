@@ -23,6 +23,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.formats.qonnx_nodes import QONNX
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import drop_stale_value_info, replace_entries
 from kenosis_ort.graph.live import Attribute
@@ -192,7 +193,6 @@ def _spell_out(export: Export, tensor: QuantizedTensor) -> None:
     export.set_attribute(dequantize, "axis", q.axis)
 
 
-DOMAIN = "qonnx.custom_op.general"
 _VERSION = 1
 
 
@@ -221,8 +221,8 @@ def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
     gone = {tensor.integers for tensor in export.tensors if tensor.quantize is not None or tensor.constant is not None}
     entries = [entry for entry in written.graph.quantization_annotation if entry.tensor_name not in gone]
     replace_entries(written.graph, "quantization_annotation", entries)
-    if not any(entry.domain == DOMAIN for entry in written.opset_import):
-        written.opset_import.append(helper.make_opsetid(DOMAIN, _VERSION))
+    if not any(entry.domain == QONNX for entry in written.opset_import):
+        written.opset_import.append(helper.make_opsetid(QONNX, _VERSION))
     return written
 
 
@@ -236,12 +236,12 @@ def _write(export: Export, tensor: QuantizedTensor, source: ir.Value, rank: int 
     base = (node.outputs[0].name or "").removesuffix("_DequantizeLinear_Output")
     scale = export.store(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
     if _is_bipolar(tensor):
-        export.put(node, "BipolarQuant", [source, scale], {}, domain=DOMAIN)
+        export.put(node, "BipolarQuant", [source, scale], {}, domain=QONNX)
         return
     zero_point = export.store(tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point")
     bits = export.store(np.float32(q.bits), f"{base}_quant_bits")
     given: dict[str, Attribute] = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": "ROUND"}
-    export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=DOMAIN)
+    export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=QONNX)
 
 
 def _is_bipolar(tensor: QuantizedTensor) -> bool:

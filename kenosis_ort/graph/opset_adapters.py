@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import all_names, reserve_name
 
 Array = npt.NDArray[np.generic]
@@ -28,17 +29,14 @@ class AdapterContext:
 
     Args:
         model: The model.
-        value_types: Infers types by value, which few adapters ask for.
 
     Attributes:
         before: Nodes to put in front of the node.
         after: Nodes to put behind it.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, value_types: Callable[[onnx.ModelProto], Mapping[str, onnx.TypeProto]]
-    ) -> None:
-        self._model, self._value_types = model, value_types
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model, self._names = model, all_names(model)
         self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._owner = model.graph
         self._node = onnx.NodeProto()
@@ -51,12 +49,8 @@ class AdapterContext:
         self.before, self.after = [], []
 
     @cached_property
-    def _names(self) -> set[str]:
-        return all_names(self._model)
-
-    @cached_property
-    def _types(self) -> Mapping[str, onnx.TypeProto]:
-        return self._value_types(self._model)
+    def _types(self) -> Mapping[str, onnx.TypeProto]:  # which few adapters ask for
+        return value_types(self._model)
 
     def fresh(self, base: str) -> str:
         """A value or node name that nothing in the model has yet."""

@@ -31,7 +31,7 @@ from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.options import BYTE, Widths
-from kenosis_ort.placement.constraints import Constraints
+from kenosis_ort.placement.constraints import Constraints, channel_axis
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets.table import FusionRule, NodeClass, Requirement, Role
 
@@ -112,14 +112,10 @@ def _constant_or_no_bias(view: GraphView, node: ir.Node) -> str | None:
 
 
 def _out_channels(view: GraphView, node: ir.Node) -> int | None:
-    weight = node.inputs[1]
-    dims = view.dims(weight) if weight is not None else None
-    if not dims:
-        return None
-    if node.op_type == "ConvTranspose":
-        return None if len(dims) < 2 or dims[1] is None else dims[1] * node.attributes.get_int("group", 1)
-    first = node.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0
-    return dims[0] if first else dims[-1]
+    dims, axis = view.dims(node.inputs[1]) or (), channel_axis(node)
+    channels = dims[axis] if axis < len(dims) else None
+    groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
+    return None if channels is None else channels * groups
 
 
 def _unit_alpha(_: GraphView, node: ir.Node) -> str | None:

@@ -119,7 +119,7 @@ def weights_in_blocks(
     if embeddings:
         linear = made or model
         if protect_sensitive and bits < 8:
-            embedding_bits = _embedding_bits(model, linear, bits, block_size, excluded, feeds, custom_op_libraries)
+            embedding_bits = _embedding_bits(model, linear, rounder, feeds, custom_op_libraries)
         made, looked_up = blocks.with_block_embeddings(linear, embedding_bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, embedding_bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
@@ -135,22 +135,14 @@ def weights_in_blocks(
 
 
 def _embedding_bits(
-    model: onnx.ModelProto,
-    linear: onnx.ModelProto,
-    bits: int,
-    block: int,
-    excluded: Collection[str],
-    feeds: Sequence[Feed],
-    libraries: Sequence[str],
+    model: onnx.ModelProto, linear: onnx.ModelProto, rounder: _Rounder, feeds: Sequence[Feed], libraries: Sequence[str]
 ) -> int:
     """Bits of tables that are looked up: 8 where fewer cost the outputs more than 1 dB, and where no samples tell.
 
     Args:
         model: The float model.
         linear: The same with its linear layers in blocks.
-        bits: Of the linear layers.
-        block: Numbers of a block.
-        excluded: Names of nodes that stay float.
+        rounder: Of the linear layers.
         feeds: Samples.
         libraries: With custom operators to register.
     """
@@ -158,11 +150,11 @@ def _embedding_bits(
         return 8
 
     def embedded(name: str) -> onnx.ModelProto:
-        return blocks.with_block_embeddings(linear, int(name), block, excluded)[0]
+        return blocks.with_block_embeddings(linear, int(name), rounder.block, rounder.excluded)[0]
 
-    some = feeds[:_SENSITIVITY_FEEDS]
-    errors = output_errors(model, embedded, (str(bits), "8"), some, custom_op_libraries=libraries)
-    return bits if errors[str(bits)] <= _EMBEDDING_COST * errors["8"] else 8
+    some, few = feeds[:_SENSITIVITY_FEEDS], str(rounder.bits)
+    errors = output_errors(model, embedded, (few, "8"), some, custom_op_libraries=libraries)
+    return rounder.bits if errors[few] <= _EMBEDDING_COST * errors["8"] else 8
 
 
 def nodes_in_blocks(
