@@ -66,6 +66,7 @@ def channel_statistics(
     Raises:
         CalibrationError: A value is unknown, there is no feed, the model fails on one or computes NaN or infinity.
     """
+    # The values that can be observed, with their axis counted from the first.
     axes = dict(values) if isinstance(values, Mapping) else dict.fromkeys(values, 1)
     ranks = float_ranks(proto)
     made = {name for node in proto.graph.node for name in node.output if name}
@@ -82,6 +83,7 @@ def channel_statistics(
         _log.debug("no statistics by channel for values of unknown type or rank: %s", ", ".join(left))
     if not wanted:
         return {}
+    # Reductions behind each of them, in sessions of not too many outputs.
     taken, opset = all_names(proto), opset_of(proto)
     names = list(wanted)
     groups = [names[at : at + _MOST_VALUES] for at in range(0, len(names), _MOST_VALUES)]
@@ -259,6 +261,7 @@ class Response:
             self._session = self._opened(graph, activation)
 
     def _opened(self, graph: GraphView, activation: Activation) -> ort.InferenceSession:
+        # The activation's nodes behind a shift of the value.
         rank, over = self._rank, list(self._over)
         shifted = f"{activation.value}/shifted"
         nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
@@ -268,6 +271,7 @@ class Response:
                 if name == activation.value:
                     copy.input[at] = shifted
             nodes.append(copy)
+        # The mean by channel of what comes out.
         result = activation.output if activation.nodes else shifted
         read = [graph.constant(value) for node in activation.nodes for value in node.inputs]
         constants = [tensor for tensor in read if tensor is not None]

@@ -104,17 +104,20 @@ class _Sums:
         self.floating = a.dtype.kind not in "iubOSU"
         if a.shape != b.shape:
             raise ValueError(f"shapes differ: {a.shape} and {b.shape}")
+        # Texts are equal or not.
         if a.dtype.kind in "OSU":
             self.elements += a.size
             self.equal += int(np.sum(a == b))
             self.broken = self.broken or self.equal < self.elements
             return
+        # Decisions: the place of the largest value.
         if a.ndim:
             axis = -1 if a.ndim <= 3 else 1
             if a.shape[axis] > 1 and a.size:
                 same = a.argmax(axis) == b.argmax(axis)
                 self.positions += same.size
                 self.agreeing += int(same.sum())
+        # Numbers; what is not finite in one of them breaks the comparison, unless it is the same in both.
         x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
         finite = np.isfinite(x) & np.isfinite(y)
         odd = ~finite

@@ -80,6 +80,7 @@ def kernel_speeds(
         budget_s: Seconds, give or take a round.
         progress: Called with (rounds done, rounds).
     """
+    # A model for each operator and pair of types, all timed against each other.
     begin = time.perf_counter()
     probes = {(op, types): _model(op, *_TYPES[types]) for op in ("Conv", "MatMul") for types in _TYPES}
     sources = {f"{op} {types}": model.SerializeToString() for (op, types), model in probes.items()}
@@ -97,6 +98,7 @@ def kernel_speeds(
         Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S),
         progress=progress,
     )
+    # Speeds beside float32, and the kernel that the runtime takes.
     found = []
     for op, types in probes:
         name, base = f"{op} {types}", f"{op} {FLOAT32}"

@@ -115,6 +115,7 @@ class CachedSamples:
         copies: Arrays of their own are kept: a reader may refill the same buffer.
 
     Attributes:
+        samples: They, in the order of their digests.
         bytes: Of all of them together.
         cut: The digest from which on nothing is kept, since there is no room for it.
     """
@@ -123,7 +124,7 @@ class CachedSamples:
         self.most, self.budget = most, budget
         self.cut = _NO_CUT
         self._copies = copies
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
         self.bytes = 0
 
     def __eq__(self, other: object) -> bool:
@@ -135,29 +136,24 @@ class CachedSamples:
     __hash__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        return len(self._samples)
-
-    @property
-    def samples(self) -> list[Sample]:
-        """The samples, in the order of their digests."""
-        return list(self._samples)
+        return len(self.samples)
 
     def add(self, sample: Sample) -> None:
         """Keeps a sample, checked against the model's inputs, if it is among those of least digest."""
         digest, size = digest_of(sample), bytes_of(sample)
-        at = bisect.bisect_left(self._samples, digest, key=digest_of)
-        if digest >= self.cut or size > self.budget or digest in map(digest_of, self._samples[at : at + 1]):
+        at = bisect.bisect_left(self.samples, digest, key=digest_of)
+        if digest >= self.cut or size > self.budget or digest in map(digest_of, self.samples[at : at + 1]):
             return
         copied = self._copies
         own = {name: np.array(v) if copied and isinstance(v, np.ndarray) else v for name, v in sample.items()}
-        self._samples.insert(at, Sample(own, sample.index, digest))
+        self.samples.insert(at, Sample(own, sample.index, digest))
         self.bytes += size
-        while len(self._samples) > self.most or self.bytes > self.budget:
+        while len(self.samples) > self.most or self.bytes > self.budget:
             self._drop()
 
     def cut_at(self, digest: int) -> None:
         """Drops what lies at or beyond a digest, and keeps none of it from now on."""
-        while self._samples and digest_of(self._samples[-1]) >= digest:
+        while self.samples and digest_of(self.samples[-1]) >= digest:
             self._drop()
         self.cut = min(self.cut, digest)
 
@@ -165,12 +161,12 @@ class CachedSamples:
         """The samples that would have been cached of both data sets together."""
         merged = CachedSamples(min(self.most, other.most), min(self.budget, other.budget), copies=False)
         merged.cut_at(min(self.cut, other.cut))
-        for sample in (*self._samples, *other._samples):
+        for sample in (*self.samples, *other.samples):
             merged.add(sample)
         return merged
 
     def _drop(self) -> None:
-        dropped = self._samples.pop()
+        dropped = self.samples.pop()
         self.cut = digest_of(dropped)
         self.bytes -= bytes_of(dropped)
 

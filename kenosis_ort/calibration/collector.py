@@ -182,6 +182,7 @@ class Sweep(Closing):
         Raises:
             CalibrationError: As `collect`; that there is no sample only where none was read before either.
         """
+        # The feeds, with None behind each chunk; a model without inputs runs once.
         required, optional = self._inputs
         feeds: Iterator[Feed | None]
         total: int | None
@@ -218,6 +219,7 @@ class Sweep(Closing):
                     self.part_digest = (self.part_digest + of_piece) % 2**256
                 bundle[0].append(piece)
                 bundle[1].append((number, chosen))
+            # What identifies the data, and the samples that are kept.
             if self._points.keep:
                 self._cached.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
@@ -227,6 +229,7 @@ class Sweep(Closing):
                 bundle, waiting = self._observed(*bundle), 0
             if progress is not None:
                 progress(self.samples - waiting - before, total)
+        # What is left of a bundle, and that there was something.
         self._observed(*bundle)
         if together > 1 and progress is not None:
             progress(self.samples - before, total)

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,9 +43,6 @@ class Provenance:
     known: Mapping[str, Known] = field(default_factory=dict)
     natural: bool = False
     real: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "known", MappingProxyType(dict(self.known)))
 
 
 class Sample(dict[str, Any]):

@@ -78,7 +78,7 @@ def constant_values(proto: onnx.ModelProto) -> tuple[set[str], frozenset[int]]:
 
 
 class ObservedModel(Closing):
-    """A model on disk whose weights several sessions share, in temporary folders that `close` removes.
+    """A model on disk whose weights several sessions share, in a temporary folder that `close` removes.
 
     Args:
         proto: The float model; it is not changed.
@@ -87,21 +87,22 @@ class ObservedModel(Closing):
 
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
         self._settings = settings
-        self._folders: list[Scratch] = []
+        self._scratch: Scratch | None = None
         self._file: Path | None = None  # beside the weights, for models that are opened
         self._is_mapped = outside.refers_outside(proto)
         self._skeleton = self._strip(proto)
 
     def close(self) -> None:
-        """Removes the temporary folders."""
-        while self._folders:
-            self._folders.pop().close()
+        """Removes the temporary folder."""
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
         inside = (t for t in proto.graph.initializer if not outside.is_outside(t))
         if any(outside.content_bytes(t) >= outside.MIN_EXTERNAL_BYTES for t in inside):
-            folder = self._folder()
+            self._scratch = Scratch("calibration")
+            folder = self._scratch.path
             self._file = None if self._is_mapped else folder / "model.onnx"
             write = outside.with_weights_on_disk if self._is_mapped else outside.write_external_data
             skeleton = write(proto, folder / "weights.bin")
@@ -111,10 +112,6 @@ class ObservedModel(Closing):
         # A newer IR version only allows fields that the runtime ignores.
         skeleton.ir_version = min(proto.ir_version, runtime_limits().max_ir)
         return skeleton
-
-    def _folder(self) -> Path:
-        self._folders.append(Scratch("calibration"))
-        return self._folders[-1].path
 
     def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> Session:
         """Makes a session of the whole graph.

@@ -74,10 +74,9 @@ class Preprocessing:
     @property
     def ends(self) -> tuple[float, float]:
         """The smallest and largest value of any channel."""
-        count = max(len(self.mean), len(self.std))
-        mean, std = (np.resize(np.asarray(v, np.float64), count) for v in (self.mean, self.std))
-        ends = [(end - m) / s for end in (self.low, self.high) for m, s in zip(mean, std, strict=True)]
-        return float(min(ends)), float(max(ends))
+        black_and_white = np.array([[[0, 255]]] * max(len(self.mean), len(self.std)), np.uint8)
+        values = self.apply(black_and_white)
+        return float(values.min()), float(values.max())
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> npt.NDArray[np.float64]:

@@ -67,6 +67,9 @@ class SyntheticReader(IndexedReader):
         custom_op_libraries: Shared libraries with custom operators; the model runs where its states, the sizes of its
             inputs or their scale have to be found out.
 
+    Attributes:
+        seed: As given.
+
     Raises:
         CalibrationError: What an input is for, or its shape, cannot be told; the message names the argument to give.
             Or a name or kind is unknown, or a number out of range.
@@ -94,8 +97,9 @@ class SyntheticReader(IndexedReader):
         if seed < 0:
             raise CalibrationError(f"The seed, {seed}, is negative.", fix="Give 0 or more.")
         proto = load_model(model, ask_runtime=False).proto
-        self._samples, self._seed = samples, seed
+        self._samples, self.seed = samples, seed
         settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
+        # What each input is for, and what the caller says of it.
         infos = classify(proto)
         _check_names([info.name for info in infos], kinds, input_ranges, input_shapes)
         self._infos = tuple(_of_kind(info, kinds) for info in infos)
@@ -103,6 +107,7 @@ class SyntheticReader(IndexedReader):
         pixels = _pixels(input_range, mean, std)
         _check_known(self._infos, ranges, pixels)
         self._real = real_feeds(real, proto) if real is not None else []
+        # Shapes, as far as the real samples and the caller tell them, and states that come back.
         given = shapes_of(self._real[0], self._infos) if self._real else {}
         given.update({name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()})
         links = {name: out for name, out in find_links(proto, self._infos).items() if name not in ranges}
@@ -114,6 +119,7 @@ class SyntheticReader(IndexedReader):
         def first_feed(shapes: Shapes) -> Feed:
             return {name: maker.make(SyntheticSample(seed, 0)) for name, maker in make(shapes).items()}
 
+        # The makers, for shapes with which the model runs.
         self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
         for name, maker in self._makers.items():
             if isinstance(maker, ImageMaker) and len(self._makers) == 1 and shows_writing(proto, maker, settings):
@@ -129,11 +135,6 @@ class SyntheticReader(IndexedReader):
             f"input '{m.info.name}' of shape {m.shape} is taken for {m.says}; the scale is {m.known.value}"
             for m in self._makers.values()
         )
-
-    @property
-    def seed(self) -> int:
-        """The seed of the random numbers."""
-        return self._seed
 
     @property
     def provenance(self) -> Provenance:
@@ -152,7 +153,7 @@ class SyntheticReader(IndexedReader):
             return {name: np.array(value) for name, value in self._real[index].items()}
         index -= len(self._real)
         if self._loop is None:
-            return self._make(SyntheticSample(self._seed, index))
+            return self._make(SyntheticSample(self.seed, index))
         sequence, step = divmod(index, SAMPLES_A_SEQUENCE)
         step *= STEPS_A_SAMPLE
         return {**self._step(sequence, step), **self._states(self._loop, sequence, step)}
@@ -180,7 +181,7 @@ class SyntheticReader(IndexedReader):
             )
 
     def _step(self, sequence: int, step: int) -> dict[str, Array]:
-        return self._make(SyntheticSample(self._seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
+        return self._make(SyntheticSample(self.seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
 
     def _make(self, sample: SyntheticSample) -> dict[str, Array]:
         return {name: maker.make(sample) for name, maker in self._makers.items()}

@@ -101,6 +101,7 @@ def fit_moments(
     point, groups = stem.point, shape[axis]
     if point is None or point.stored is None or groups > MOST_GROUPS:
         return None
+    # What each group brings about, as a constant and as noise.
     (target, spread), live = point.stored, is_live(point.stored[1])
     base = stem.respond([np.zeros(shape, dtype)])[0].mean(axis=1)
     constant, variance = np.empty((len(target), groups)), np.empty((len(target), groups))
@@ -112,6 +113,7 @@ def fit_moments(
         first, second = stem.respond([one.astype(dtype), noisy.astype(dtype)])
         constant[:, group] = first.mean(axis=1) - base
         variance[:, group] = ((second - base[:, None]) ** 2).mean(axis=1)
+    # Means and variances that bring about the stored ones.
     scaled, wanted = constant[live] / spread[live, None], (target - base)[live] / spread[live]
     means = _smooth_solution(scaled, wanted)
     squares = _positive_solution(variance[live] / spread[live, None] ** 2)
@@ -119,6 +121,7 @@ def fit_moments(
     mean, deviations = means.reshape(outline), np.sqrt(squares).reshape(outline)
     if not np.isfinite(deviations).all() or not deviations.any():
         return None
+    # All deviations together are set right by what is measured.
     trials = [sample(i) for i in range(_TRIALS)]
     _, measured = stem.moments((mean + deviations * t).astype(dtype) for t in trials)
     deviations = deviations * np.exp(np.median(np.log(spread[live] / np.maximum(measured[live], 1e-12))))
