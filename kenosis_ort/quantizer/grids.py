@@ -87,7 +87,7 @@ def nudged_parameters(
     _, scale, zero_point = min(map(fit, candidates), key=lambda fitted: fitted[0])
     stored = np.float32(min(max(scale, _SMALLEST), _LARGEST))
     if limit is not None:
-        while not _absorbs(stored, zero_point, limit, qmin, qmax) and stored > _SMALLEST:
+        while not absorbs(stored, zero_point, limit, (qmin, qmax)) and stored > _SMALLEST:
             stored = np.nextafter(stored, np.float32(0.0), dtype=np.float32)
     return ActivationParameters(float(stored), zero_point)
 
@@ -101,17 +101,20 @@ def clamped(low: float, high: float, bounds: RangeLimit | None) -> tuple[float, 
     return low, high
 
 
-def absorbs(scale: float, zero_point: int, limit: RangeLimit, *, signed: bool, bits: int = 8) -> bool:
+def absorbs(scale: float | np.float32, zero_point: int, limit: RangeLimit, bounds: tuple[int, int]) -> bool:
     """Whether the runtime drops a Relu or Clip of these bounds in front of Q, in its own float32 arithmetic.
 
     Below 8 bits it tells whether the integers keep the bounds: the runtime knows of 8 alone.
 
     Stricter than runtime 1.31 needs, which allows half a step; older ones do not.
+
+    Args:
+        scale: Of Q, a float32 value.
+        zero_point: Of Q.
+        limit: The bounds.
+        bounds: The least and the largest integer.
     """
-    return _absorbs(np.float32(scale), zero_point, limit, *integer_bounds(bits, signed=signed))
-
-
-def _absorbs(stored: np.float32, zero_point: int, limit: RangeLimit, qmin: int, qmax: int) -> bool:
+    (qmin, qmax), stored = bounds, np.float32(scale)
     with np.errstate(over="ignore"):
         below = limit.low is None or np.float32(qmin - zero_point) * stored >= np.float32(limit.low)
         above = limit.high is None or np.float32(qmax - zero_point) * stored <= np.float32(limit.high)

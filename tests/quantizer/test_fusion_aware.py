@@ -15,6 +15,7 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 from kenosis_ort import Stages, UnsupportedModelError, verify_fusion
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.walk import captured_names, subgraphs
 from kenosis_ort.plan import EdgeRole, How
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies, sort_nodes_as_stock
@@ -163,7 +164,8 @@ class Performed:
         for limit in self.plan.limits:
             if limit.value in self.grids:
                 scale, zero_point = (self.constants[name] for name in self.grids[limit.value])
-                assert absorbs(float(scale), int(zero_point), limit, signed=zero_point.dtype == np.int8), limit
+                bounds = integer_bounds(8, signed=zero_point.dtype == np.int8)
+                assert absorbs(float(scale), int(zero_point), limit, bounds), limit
 
 
 def checked(model, **options):

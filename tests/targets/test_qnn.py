@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import errors, preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, RuntimeEndedError, VerificationError
-from kenosis_ort.graph.qdq import QDQ_OPS, SourceGraph, tag
+from kenosis_ort.graph.qdq import QDQ_OPS, SourceGraph, integer_bounds, tag
 from kenosis_ort.plan import How, Kind, RangeLimit
 from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
 from kenosis_ort.targets import get_target
@@ -373,4 +373,4 @@ def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low, high, wide):
     limit = RangeLimit("v", 0.0, 6.0)
     found = nudged_parameters(low, high, signed=False, limit=limit, bits=bits)
     assert (found.zero_point, np.float32(found.scale) * np.float32(2**bits - 1) <= np.float32(6)) == (0, True)
-    assert absorbs(found.scale, found.zero_point, limit, signed=False, bits=bits)
+    assert absorbs(found.scale, found.zero_point, limit, integer_bounds(bits, signed=False))
