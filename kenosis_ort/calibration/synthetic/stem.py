@@ -104,6 +104,8 @@ def fit_moments(
     # What each group brings about, as a constant and as noise.
     (target, spread), live = point.stored, is_live(point.stored[1])
     base = stem.respond([np.zeros(shape, dtype)])[0].mean(axis=1)
+    if base.shape != target.shape:  # a BatchNormalization of other channels, which the runtime refuses to run
+        return None
     constant, variance = np.empty((len(target), groups)), np.empty((len(target), groups))
     noise = _noise(shape, axis)
     for group in range(groups):

@@ -281,6 +281,12 @@ def test_features_are_fitted_to_statistics():
     assert np.array_equal(reader.feed(3)["x"], SyntheticReader(model, samples=4).feed(3)["x"])
 
 
+def test_statistics_of_other_channels_than_arrive_say_nothing():
+    text = """(float[1,5] x) => (y) <float[5,5] w, float[5] g, float[5] v> {
+        a = MatMul (x, w) t = Transpose (a) y = BatchNormalization (t, g, g, g, v) }"""
+    assert SyntheticReader(parse(text)).provenance.known["x"] is not Known.STATISTICS  # the runtime refuses to run it
+
+
 def test_real_samples_come_first_and_give_the_scale():
     rng = np.random.default_rng(0)
     inputs = [("image", F, [1, 3, 24, 24]), ("features", F, [1, 6])]
