@@ -15,7 +15,6 @@ What has to stay is the mean behind the activation. On YOLOX-Nano plain bias cor
 0.230, and the same correction with means taken behind the activations keeps it.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,6 @@ from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, known_as, opset_of, reserve_name
 from kenosis_ort.runtime.session import Session, open_session
-
-_log = logging.getLogger(__name__)
 
 _AXES_ARE_INPUTS = 18  # operator set from which the reductions take their axes as an input
 _PARTS = ("ReduceMin", "ReduceMax", "ReduceMean", "ReduceSumSquare")
@@ -78,9 +75,6 @@ def channel_statistics(
                 fix="Name a value that a node computes.",
             )
     wanted = {n: a % ranks[n] for n, a in axes.items() if ranks.get(n, 0) >= 2 and a % ranks[n] != 0}
-    if len(wanted) < len(axes):
-        left = sorted(axes.keys() - wanted.keys())
-        _log.debug("no statistics by channel for values of unknown type or rank: %s", ", ".join(left))
     if not wanted:
         return {}
     # Reductions behind each of them, in sessions of not too many outputs.

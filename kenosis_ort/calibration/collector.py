@@ -125,22 +125,18 @@ class Sweep(Closing):
         providers, libraries = tuple(points.providers), tuple(points.custom_op_libraries)
         settings = part_session.SessionSettings(providers, libraries, points.threads, optimize=not config.bit_exact)
         self._model = part_session.ObservedModel(proto, settings)
-        try:
-            types = part_session.element_types(proto)  # the runtime says those of tensors without an annotation
-            types.update(self._model.ask_types([name for names in groups for name in names if name not in types]))
-            computed, fed, constant = (_observable(names, types) for names in groups)
-            # Values that follow from others: none where all elements count, or ranges are to be stock's.
-            functions: Functions = {}
-            if not (config.uses_histogram or config.bit_exact or config.moving_average):
-                functions = functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
-            made = {name for of_one in functions.values() for name in of_one}
-            whole = not (config.moving_average or config.bit_exact or config.sketch)
-            self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
-            fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
-            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget)
-        except BaseException:
-            self.close()
-            raise
+        types = part_session.element_types(proto)  # the runtime says those of tensors without an annotation
+        types.update(self._model.ask_types([name for names in groups for name in names if name not in types]))
+        computed, fed, constant = (_observable(names, types) for names in groups)
+        # Values that follow from others: none where all elements count, or ranges are to be stock's.
+        functions: Functions = {}
+        if not (config.uses_histogram or config.bit_exact or config.moving_average):
+            functions = functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
+        made = {name for of_one in functions.values() for name in of_one}
+        whole = not (config.moving_average or config.bit_exact or config.sketch)
+        self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
+        fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
+        self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget)
         constants = Collector(constant, replace(config, method="minmax", sketch=False))
         for name, array in part_session.initializer_arrays(proto, set(constant)).items():
             constants.add(name, array)

@@ -48,9 +48,8 @@ def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Colle
     """
     symbols: dict[str, int] = {}
     for value in proto.graph.input:
-        shape = getattr(feed.get(value.name), "shape", ())
-        if callable(shape):  # the runtime's OrtValue
-            shape = shape()
+        given = feed.get(value.name)
+        shape = given.shape if isinstance(given, np.ndarray) else ()
         for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=False):
             if dim.dim_param:
                 symbols[dim.dim_param] = int(size)
