@@ -282,7 +282,7 @@ def test_features_are_fitted_to_statistics():
 
 
 def test_statistics_of_other_channels_than_arrive_say_nothing():
-    text = """(float[1,5] x) => (y) <float[5,5] w, float[5] g, float[5] v> {
+    text = """g (float[1,5] x) => (float[5,1] y) <float[5,5] w, float[5] g, float[5] v> {
         a = MatMul (x, w) t = Transpose (a) y = BatchNormalization (t, g, g, g, v) }"""
     assert SyntheticReader(parse(text)).provenance.known["x"] is not Known.STATISTICS  # the runtime refuses to run it
 
