@@ -40,7 +40,7 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """Its arguments, shortened."""
+        """Arguments of the command, shortened."""
         forms = {None: "{0}", "?": "[{0}]", "+": "{0} [{0} ...]"}
         named = [one.settings for one in self.arguments if not one.names[0].startswith("-")]
         words = [forms[settings.get("nargs")].format(settings["metavar"]) for settings in named]

@@ -18,7 +18,7 @@ from kenosis_ort.cli import parser
 
 
 class Argument(NamedTuple):
-    """What ``argparse`` is told of one argument: names, settings, and the heading in the help ("" for none)."""
+    """One argument for ``argparse``: names, settings, and the heading in the help ("" for none)."""
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]

@@ -127,7 +127,7 @@ def output_path(arguments: argparse.Namespace) -> Path:
 
 
 def _recipe_path(arguments: argparse.Namespace) -> Path | None:
-    """Where the recipe is saved: ``model.int8.recipe.toml`` beside the output; None where that is the one used."""
+    """Path of the saved recipe: ``model.int8.recipe.toml`` beside the output; None where that is the one used."""
     if arguments.no_save_recipe:
         return None
     path: Path = arguments.save_recipe or output_path(arguments).with_suffix(".recipe.toml")

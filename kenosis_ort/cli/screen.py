@@ -1,4 +1,4 @@
-"""Where results, progress and complaints go: stdout for results alone, stderr for all else.
+"""Output of the commands: stdout for results alone, stderr for progress and complaints.
 
 A progress bar appears on a terminal only. A path that is missing is an error before any work, with a hint.
 """

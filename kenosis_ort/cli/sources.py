@@ -317,7 +317,7 @@ def named_metric(source: str) -> Any:
 
 
 def _named(source: str, option: str, fix: str, *, called: bool = False) -> Any:
-    """What ``module:name`` or ``file.py:name`` names, imported."""
+    """Imported object of ``module:name`` or ``file.py:name``."""
     found = _SPELLING.fullmatch(source)
     if found is None:
         raise CalibrationError(f"'{source}' is not module:name", where=option, fix="for example loader:samples")

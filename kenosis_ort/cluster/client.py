@@ -402,7 +402,7 @@ def _goes_apart(tensor: onnx.TensorProto) -> bool:
 
 
 def _identity(content: Any) -> Any:
-    """Its argument: as the result of a task it is sent once a worker, and again where a worker dies."""
+    """The argument itself: as the result of a task it is sent once a worker, and again where a worker dies."""
     return content
 
 

@@ -102,7 +102,7 @@ def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes
 
 
 class Trial(NamedTuple):
-    """What bodies in integers have to come up to: the net in integers but for them, without any pass.
+    """Yardstick for bodies in integers: the net in integers but for them, without any pass.
 
     Attributes:
         fit: Samples that bodies get their ranges of for the trial.

@@ -235,7 +235,7 @@ class Builder:
         return collect(self.prepared.proto, feeds, self.points(tensors, config, channels=channels))
 
     def points(self, tensors: Iterable[str], config: CalibrationConfig, **more: Any) -> Points:
-        """What is observed of the model in calibration: some tensors, and ``more`` as `Points` has it."""
+        """Observation points of the model in calibration: some tensors, and ``more`` as `Points` has it."""
         libraries = self.request.custom_op_libraries
         return Points(list(tensors), config, custom_op_libraries=libraries, seen_as=self.seen_as(), **more)
 

@@ -149,7 +149,7 @@ class Request:
 
     @property
     def given_extra_options(self) -> dict[str, Any]:
-        """Those of the caller, without what the target adds."""
+        """Extra options of the caller, without those that the target adds."""
         return {key: v for key, v in self.extra_options.items() if self.is_explicit(f"extra_options.{key}")}
 
     @property

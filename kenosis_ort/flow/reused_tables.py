@@ -137,7 +137,7 @@ class RewrittenNet:
         return found
 
     def way_to(self, value: str) -> list[Any]:
-        """What makes a value that a rewrite made: operators with their constants, and values from before."""
+        """Path to a value that a rewrite made: operators with their constants, and values from before."""
         makers = {name: node for node in self.model.graph.node for name in node.output}
         constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
         waiting, seen, found = [value], {value}, list[Any]()

@@ -183,7 +183,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     @property
     def notes(self) -> list[str]:
-        """What stands in the data beside the model's inputs: of shards known once they are read."""
+        """Notes on arrays in the data that are no input of the model; of shards known once they are read."""
         names = self.reader.left_aside if isinstance(self.reader, (readers.ArrayReader, readers.Shards)) else ()
         return [f"Left aside in the data, no input of the model: {', '.join(names)}."] if names else []
 

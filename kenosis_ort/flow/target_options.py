@@ -1,4 +1,4 @@
-"""What target, format and machine set where the caller says nothing, and what they refuse.
+"""Defaults that target, format and machine set, and options that they refuse.
 
 Bits and the cache of a decoder are checked against the format; the profile whose costs decide is that of the machine
 which a file is laid out for.

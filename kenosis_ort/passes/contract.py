@@ -90,7 +90,7 @@ class Build:
 
     @property
     def pieces(self) -> int:
-        """How many pieces the fusion proof cut the model into; 0 without a proof of a huge model."""
+        """Number of pieces that the fusion proof cut the model into; 0 without a proof of a huge model."""
         return self.fusion.pieces if self.fusion is not None else int(len(self.quantized.graph.node) <= WHOLE_LIMIT)
 
     @property

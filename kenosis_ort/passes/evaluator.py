@@ -176,7 +176,7 @@ class Evaluator:
 
     @cached_property
     def _signals(self) -> dict[tuple[int, ...], Signals]:
-        """What is known of the float model's outputs, by how the rows of the samples are cut."""
+        """Signals of the float model's outputs, by the number of parts of each sample."""
         return {}
 
     def _cuts(self, outputs: Sequence[Outputs]) -> list[int]:

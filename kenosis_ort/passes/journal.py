@@ -1,4 +1,4 @@
-"""What gathers on the way of a call, and the one place where optional work is isolated, passes among it."""
+"""Journal of a call: notes, warnings, times, outcomes of passes; and the one place where optional work is isolated."""
 
 import logging
 import time
@@ -50,7 +50,7 @@ class PassOutcome:
 
 @dataclass
 class Journal:
-    """What gathers on the way of a call, and the one place where optional work is isolated.
+    """Notes, warnings, times and outcomes of a call, and the one place where optional work is isolated.
 
     Attributes:
         isolates: An optional step that raises is left out, and told of; else its error is the caller's.

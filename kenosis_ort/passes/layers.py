@@ -35,7 +35,7 @@ _FLOAT32 = onnx.TensorProto.FLOAT
 
 @dataclass(frozen=True)
 class Weights:
-    """How the weights of a layer lie in memory.
+    """Layout of the weights of a layer in memory.
 
     Attributes:
         name: Name of the layer's node.
@@ -132,7 +132,7 @@ class Layer(Weights):
 
     @property
     def weights(self) -> Weights:
-        """What is plain data of it, for another process."""
+        """The plain data of the layer, for another process."""
         return Weights(**{entry.name: getattr(self, entry.name) for entry in fields(Weights)})
 
 

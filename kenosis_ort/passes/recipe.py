@@ -79,7 +79,7 @@ def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
 
 @dataclass(frozen=True)
 class PassSettings(Settings):
-    """What a recipe knows of a pass from outside: its settings.
+    """Settings of a pass, which are all that a recipe knows of it.
 
     Attributes:
         name: Of the pass in recipes and reports.

@@ -1,4 +1,4 @@
-"""What quantizing a tensor costs at the outputs, all others float.
+"""Sensitivity of the outputs to single tensors: the error of quantizing one, all others float.
 
 Quantization noise from different tensors adds up nearly independently, so that what a set of tensors costs is close to
 the sum of what its members cost. Where only the worst are wanted, sets are halved as long as they matter: k bad

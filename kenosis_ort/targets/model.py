@@ -77,7 +77,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a target does that a table cannot say; by default nothing is changed, asked or timed.
+    """Functions of a target, for what a table cannot say; by default nothing is changed, asked or timed.
 
     Attributes:
         prove: Asks the runtime which kernels execute each node of a model, given as path, bytes or `ModelProto`:

@@ -19,7 +19,7 @@ _ERRORS = 3
 
 
 def command(runtime: str) -> list[str]:
-    """What starts a process that is asked about a runtime: ``openvino`` or ``onnxruntime_qnn``."""
+    """Command of a process that is asked about a runtime: ``openvino`` or ``onnxruntime_qnn``."""
     return [sys.executable, __file__, runtime]
 
 

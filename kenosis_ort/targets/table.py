@@ -165,7 +165,7 @@ class DataTypes:
 
 @dataclass(frozen=True)
 class Table:
-    """What a runtime does with quantized operators.
+    """Table of a runtime's quantized operators: types, rules and limits.
 
     Attributes:
         name: Public name, e.g. ``"ort-cpu"``.

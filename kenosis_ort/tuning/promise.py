@@ -181,7 +181,7 @@ def keep_promise(
 
 
 class _Trial(NamedTuple):
-    """What became of a form.
+    """Outcome of a form.
 
     Attributes:
         status: What became of it.

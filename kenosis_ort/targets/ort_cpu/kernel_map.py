@@ -1,4 +1,4 @@
-"""Which kernel of the optimized graph executes each node of a model.
+"""Kernels of the optimized graph by the node of the model that they execute.
 
 A kernel belongs to the source node whose token its name carries; an NCHWc kernel, which the runtime names after its
 output value, to the node behind that value; any other kernel to the node that makes the same value in the model. A

@@ -150,7 +150,7 @@ def not_compiled(model: onnx.ModelProto) -> tuple[tuple[str, ...], int]:
 def _try(
     nodes: list[SourceNode], model: onnx.ModelProto, graph: SourceGraph, types: dict[str, onnx.TypeProto]
 ) -> list[SourceNode]:
-    """Those of some nodes that do not load alone."""
+    """Nodes, of some, that do not load alone."""
     with Scratch("qnn") as folder:
         paths, asked = [], []
         for node in nodes:
