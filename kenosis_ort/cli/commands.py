@@ -1,58 +1,9 @@
-"""What a command is as data, and the commands that write models and tables.
+"""The commands that write models and tables."""
 
-Nothing slow is imported here; the module of the function that performs a command is, when it runs.
-"""
-
-import inspect
-from collections.abc import Callable
-from importlib import import_module
 from typing import Final
 
 from kenosis_ort.cli import flags
-
-
-class Command:
-    """One command: a class of its own, whose docstring is what it says of itself, with examples.
-
-    Attributes:
-        name: What it is called by.
-        summary: One line for the list of commands.
-        arguments: Its arguments, those that all commands take aside.
-        function: ``module:function`` of this package that performs it: takes the parsed arguments and the screen,
-            returns whether something that was wanted is not so.
-        one: What its exit code 1 says; empty where it has none.
-        first: Options that ``--help`` shows where others are left to ``--help-all``; empty for all.
-        needs_data: Whether nothing is done without data.
-    """
-
-    name: str
-    summary: str
-    arguments: tuple[flags.Argument, ...]
-    function: str
-    one: str = ""
-    first: tuple[str, ...] = ()
-    needs_data: bool = False
-
-    @property
-    def about(self) -> str:
-        """What it does, with examples."""
-        return inspect.getdoc(type(self)) or ""
-
-    @property
-    def usage(self) -> str:
-        """Arguments of the command, shortened."""
-        forms = {None: "{0}", "?": "[{0}]", "+": "{0} [{0} ...]"}
-        named = [one.settings for one in self.arguments if not one.names[0].startswith("-")]
-        words = [forms[settings.get("nargs")].format(settings["metavar"]) for settings in named]
-        return " ".join([*words, *(["(--data SOURCE | --synthetic [N])"] if self.needs_data else []), "[options]"])
-
-    @property
-    def run(self) -> Callable[..., bool | None]:
-        """The function that performs it, imported."""
-        module, _, name = self.function.partition(":")
-        found: Callable[..., bool | None] = getattr(import_module(f"kenosis_ort.cli.{module}"), name)
-        return found
-
+from kenosis_ort.cli.flags import Command
 
 _OUT: Final = flags.path("out", "OUT", "the file to write")
 

@@ -1,13 +1,16 @@
-"""Options of `kenosis_ort.quantize_static` on the command line: one table of flags, and what is derived from it.
+"""Options of `kenosis_ort.quantize_static` on the command line, and the commands that take them, as data.
 
-The types of the options stand in `kenosis_ort.option_types`, which loads onnx; ``--help`` does without it.
+Nothing slow is imported here; the module of the function that performs a command is, when it runs. The types of the
+options stand in `kenosis_ort.option_types`, which loads onnx; ``--help`` does without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -367,3 +370,49 @@ def in_shell_words(text: str) -> str:
     text = _NAMED.sub(option, text)
     text = _BY_INPUT.sub(lambda found: "{0} {2}={1}".format(*_OF_A_READER[found[1]], found[2]), text)
     return re.sub(r"\b(mean|std)=(?=[\s,.)]|$)", r"--\1", text)
+
+
+# -- what a command is
+
+
+class Command:
+    """One command: a class of its own, whose docstring is what it says of itself, with examples.
+
+    Attributes:
+        name: What it is called by.
+        summary: One line for the list of commands.
+        arguments: Its arguments, those that all commands take aside.
+        function: ``module:function`` of this package that performs it: takes the parsed arguments and the screen,
+            returns whether something that was wanted is not so.
+        one: What its exit code 1 says; empty where it has none.
+        first: Options that ``--help`` shows where others are left to ``--help-all``; empty for all.
+        needs_data: Whether nothing is done without data.
+    """
+
+    name: str
+    summary: str
+    arguments: tuple[Argument, ...]
+    function: str
+    one: str = ""
+    first: tuple[str, ...] = ()
+    needs_data: bool = False
+
+    @property
+    def about(self) -> str:
+        """What it does, with examples."""
+        return inspect.getdoc(type(self)) or ""
+
+    @property
+    def usage(self) -> str:
+        """Arguments of the command, shortened."""
+        forms = {None: "{0}", "?": "[{0}]", "+": "{0} [{0} ...]"}
+        named = [one.settings for one in self.arguments if not one.names[0].startswith("-")]
+        words = [forms[settings.get("nargs")].format(settings["metavar"]) for settings in named]
+        return " ".join([*words, *(["(--data SOURCE | --synthetic [N])"] if self.needs_data else []), "[options]"])
+
+    @property
+    def run(self) -> Callable[..., bool | None]:
+        """The function that performs it, imported."""
+        module, _, name = self.function.partition(":")
+        found: Callable[..., bool | None] = getattr(import_module(f"kenosis_ort.cli.{module}"), name)
+        return found

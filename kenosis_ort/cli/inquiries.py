@@ -3,7 +3,7 @@
 from typing import Final
 
 from kenosis_ort.cli import flags, parser
-from kenosis_ort.cli.commands import Command
+from kenosis_ort.cli.flags import Command
 
 _THREADS: Final = flags.argument("--threads", text="of a session; 0: all", type=parser.threads, default=1)
 

@@ -35,6 +35,7 @@ from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.facts import MeasureSummary
+from kenosis_ort.rewrite import BLOCK_FORMS
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import WEIGHT_ONLY
 
@@ -358,6 +359,7 @@ def weight_only(call: Call) -> tuple[Build, list[Feed], int]:
             made = weights_in_blocks(
                 call.loaded.proto,
                 fit or feeds,
+                forms=BLOCK_FORMS,
                 bits=stored,
                 nodes_to_exclude=request.nodes_to_exclude,
                 custom_op_libraries=request.custom_op_libraries,
@@ -395,6 +397,7 @@ def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
     _check_form(request)
     model, chosen = nodes_in_blocks(
         loaded.proto,
+        forms=BLOCK_FORMS,
         nodes_to_exclude=request.nodes_to_exclude,
         custom_op_libraries=request.custom_op_libraries,
     )

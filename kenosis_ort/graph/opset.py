@@ -13,14 +13,14 @@ ONNX's version converter is used only for models older than operator set 7.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, schema, subgraphs
 
 _OLDEST = 7
@@ -62,7 +62,7 @@ def fit_opset(model: onnx.ModelProto, *, min_opset: int, max_opset: int) -> str 
         _convert_ancient(model)
         start = _OLDEST
     infer_shapes(model, thorough=False)  # while every node is in the form that inference knows best
-    changed = _convert_graph(model.graph, AdapterContext(model), start, target)
+    changed = _convert_graph(model.graph, AdapterContext(model, partial(value_types, model)), start, target)
     for entry in model.opset_import:
         if not entry.domain:
             entry.version = target

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import all_names, reserve_name
 
 Array = npt.NDArray[np.generic]
@@ -29,14 +28,15 @@ class AdapterContext:
 
     Args:
         model: The model.
+        infer_types: Returns the types of the model's values by name; called once an adapter asks for one.
 
     Attributes:
         before: Nodes to put in front of the node.
         after: Nodes to put behind it.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._model, self._names = model, all_names(model)
+    def __init__(self, model: onnx.ModelProto, infer_types: Callable[[], Mapping[str, onnx.TypeProto]]) -> None:
+        self._model, self._names, self._infer_types = model, all_names(model), infer_types
         self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._owner = model.graph
         self._node = onnx.NodeProto()
@@ -50,7 +50,7 @@ class AdapterContext:
 
     @cached_property
     def _types(self) -> Mapping[str, onnx.TypeProto]:  # which few adapters ask for
-        return value_types(self._model)
+        return self._infer_types()
 
     def fresh(self, base: str) -> str:
         """A value or node name that nothing in the model has yet."""

@@ -42,6 +42,7 @@ OPTIONAL_FORMS = (collapse_silu,)
 some processors (Zen 5: 2.92x for 2.66x) and slower on others (Xeon with AMX: YOLOX-Nano 0.94x for 1.05x of FP32)."""
 
 USUAL_FORMS: Final = tuple(form for form in FLOAT_FORMS if form not in OPTIONAL_FORMS)
+BLOCK_FORMS: Final = (*PREPARATION, *USUAL_FORMS)  # of what gets weights in blocks, all else float
 
 INTEGER_FORMS = (
     batch_norm_to_conv,

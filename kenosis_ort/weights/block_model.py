@@ -27,8 +27,8 @@ from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
-from kenosis_ort.rewrite import PREPARATION, USUAL_FORMS
 from kenosis_ort.rewrite.prepare import prepare
+from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights import blocks
@@ -87,6 +87,7 @@ def weights_in_blocks(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Any]],
     *,
+    forms: Sequence[Rewrite],
     bits: int,
     block_size: int = BLOCK,
     symmetric: bool = False,
@@ -97,13 +98,13 @@ def weights_in_blocks(
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
-    """A copy of a float model with weights in blocks; arguments as of `quantize_weights`.
+    """A copy of a float model with weights in blocks; ``forms`` are its rewrites, the others as of `quantize_weights`.
 
     Raises:
         NothingToQuantizeError: It has neither such layers nor an embedding.
         OptionError: A name is that of no node.
     """
-    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
+    prepared, excluded = _prepared(model, forms, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
     model = prepared.proto
@@ -160,6 +161,7 @@ def _embedding_bits(
 def nodes_in_blocks(
     model: onnx.ModelProto,
     *,
+    forms: Sequence[Rewrite],
     nodes_to_exclude: Collection[str] = (),
     custom_op_libraries: Sequence[str] = (),
 ) -> tuple[onnx.ModelProto, frozenset[str]]:
@@ -169,7 +171,7 @@ def nodes_in_blocks(
         NothingToQuantizeError: There is none.
         OptionError: A name is that of no node.
     """
-    prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
+    prepared, excluded = _prepared(model, forms, nodes_to_exclude, custom_op_libraries)
     found = {*linear_layers(prepared.proto), *blocks.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
     if not found:
         raise _nothing()
@@ -177,7 +179,7 @@ def nodes_in_blocks(
 
 
 def _prepared(
-    model: onnx.ModelProto, nodes_to_exclude: Collection[str], libraries: Sequence[str]
+    model: onnx.ModelProto, forms: Sequence[Rewrite], nodes_to_exclude: Collection[str], libraries: Sequence[str]
 ) -> tuple[PreparedModel, set[str]]:
     """The model in our forms, and the names in it of the nodes that stay float."""
     prepared = prepare(
@@ -185,7 +187,7 @@ def _prepared(
         preprocessed=False,
         min_opset=21,  # 4-bit tables of embeddings
         keep_inputs=meant_as_defaults(model),
-        rewrites=(*PREPARATION, *USUAL_FORMS),
+        rewrites=forms,
         custom_op_libraries=libraries,
     )
     excluded = set(nodes_to_exclude)

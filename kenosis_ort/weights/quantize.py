@@ -20,6 +20,7 @@ from kenosis_ort.graph.files import weights_on_disk, write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of
 from kenosis_ort.option_types import check_model
+from kenosis_ort.rewrite import BLOCK_FORMS
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
 from kenosis_ort.weights import blocks
@@ -111,6 +112,7 @@ def quantize_weights(
         made = weights_in_blocks(
             loaded.proto,
             fit or feeds,
+            forms=BLOCK_FORMS,
             bits=bits,
             block_size=block_size,
             symmetric=symmetric,

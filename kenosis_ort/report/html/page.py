@@ -178,7 +178,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
         toml: The recipe file that makes the same model again.
     """
     shown = report.evidence or _NO_EVIDENCE
-    facts = node_facts(report, shown)
+    facts = node_facts(report.plan, report.fusion, report.layers, shown)
     style, script = _joined(_STYLE), _joined(_SCRIPTS)
     left_float = {kernel.node for kernel in report.left_float()}
     return (
@@ -215,7 +215,7 @@ def render_html(report: ReportFacts, toml: str) -> str:
 
 def render_notebook(report: ReportFacts) -> str:
     """The verdict as a fragment for a notebook: no scripts, its own few styles."""
-    facts = node_facts(report, _NO_EVIDENCE)
+    facts = node_facts(report.plan, report.fusion, report.layers, _NO_EVIDENCE)
     left = [fact for fact in facts if fact.region in ("float", "protected")]
     return (
         _environment()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kenosis_ort.plan import Decision, PlacementPlan
 from kenosis_ort.report.evidence import (
     GraphSketch,
+    LayerTime,
     OpTimes,
     ReportEvidence,
     SketchNode,
@@ -27,9 +28,7 @@ from kenosis_ort.report.evidence import (
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.html.words import REGIONS, Region, decibels, number, region_of
 from kenosis_ort.storage.data import finite
-
-if TYPE_CHECKING:
-    from kenosis_ort.report.facts import ReportFacts
+from kenosis_ort.targets.proof import FusionReport
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
@@ -58,10 +57,11 @@ class NodeFacts:
     estimated_ms: float | None = None
 
 
-def node_facts(report: ReportFacts, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
+def node_facts(
+    plan: PlacementPlan, fusion: FusionReport | None, layers: Sequence[LayerTime], evidence: ReportEvidence
+) -> tuple[NodeFacts, ...]:
     """The facts about every node: of the graph where there is one, else of the plan and the proof."""
-    plan, layers = report.plan, report.layers
-    kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
+    kernels = {} if fusion is None else {k.node: k for k in fusion.kernels}
     named = {n.node: n.op_type for n in plan.nodes} or {k.node: k.op_type for k in kernels.values()}
     decisions = plan.by_node
     remedies = {e.node: e.remedy for e in explain_plan(plan)}
