@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 
 import kenosis_ort
 from kenosis_ort.errors import RuntimeEndedError, VerificationError
-from kenosis_ort.graph.files import uses_external_data, weight_bytes, write_external_data
+from kenosis_ort.graph.files import uses_external_data
+from kenosis_ort.graph.outside import weight_bytes, write_external_data
 from kenosis_ort.runtime import limits, session
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.runtime.counting import Cost, at_stage, counted
