@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import Array, Float64, Outputs
+from kenosis_ort.accuracy import Array, Float64, Outputs
 from kenosis_ort.accuracy.measures import THRESHOLD, Measure
 
 _MATCH = 0.5  # overlap of two boxes that are the same object

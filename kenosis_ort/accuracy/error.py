@@ -17,28 +17,19 @@ Reference: SQNR as the only measure raised YOLOX-Nano by 3.6 dB while its mAP fe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kenosis_ort.accuracy import Array, Float64, Outputs, as_rows, quantile
 from kenosis_ort.errors import OptionError
-
-Array = npt.NDArray[Any]
-Float64 = npt.NDArray[np.float64]
-Outputs = Mapping[str, Array]
 
 _MOST_COLUMNS = 512
 _SPARSE = 0.25  # of its largest value, that most of a score column stays below
 _LEAST_PROBABILITY = 1e-4
-
-
-def product(x: Array, y: Array) -> float:
-    """The product of two vectors, in this thread: `x @ y` wakes others, which takes longer."""
-    return float(np.einsum("i,i->", x, y))
 
 
 class Use(str, Enum):
@@ -252,12 +243,6 @@ def _score_columns(arrays: Sequence[Array], axis: int) -> tuple[int, ...]:
     return tuple(int(at) for at in found[quantile(rows[:, found], 0.9) < _SPARSE * top[found]])
 
 
-def as_rows(array: Array, axis: int) -> Float64:
-    """An array as (rows, columns), with the columns along an axis."""
-    moved = np.moveaxis(array, axis, -1)
-    return np.asarray(moved, np.float64).reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
-
-
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -359,11 +344,3 @@ def _by_column(sums: _Moments) -> float:
     share = np.sqrt(variance / top)
     ratio = noise / np.maximum(variance, 1e-3 * top)
     return float((ratio * share).sum() / share.sum())
-
-
-def quantile(rows: Float64, share: float) -> Any:
-    """The quantile of rows at a share (0 to 1), as `np.quantile` along the first axis, which loads numpy.ma."""
-    place, between = divmod(share * (len(rows) - 1), 1.0)
-    ends = [int(place), min(int(place) + 1, len(rows) - 1)]
-    low, high = np.partition(rows, ends, axis=0)[ends]
-    return low + (high - low) * between if between < 0.5 else high - (high - low) * (1 - between)

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy import measures as found_by
+from kenosis_ort.accuracy import Array, Float64, Outputs, as_rows, measures as found_by, product
 from kenosis_ort.accuracy.detections import BoxLayout, DetectionF1
-from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, product
 from kenosis_ort.accuracy.measures import THRESHOLD, ClassAgreement, ClassOverlap, Measure, TokenAgreement, without_ones
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, quantile
+from kenosis_ort.accuracy import Array, Float64, Outputs, as_rows, quantile
 
 _FEW_EVENTS = 10.0  # losses that must be expected at the budget for a count of them to tell it
 

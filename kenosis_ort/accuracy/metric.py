@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kenosis_ort.accuracy.error import Outputs
+from kenosis_ort.accuracy import Outputs
 from kenosis_ort.errors import ArgumentTypeError, OptionError
 from kenosis_ort.storage.spool import Spool
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import product
+from kenosis_ort.accuracy import product
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.runtime.session import Array, Model, Session, open_session, repeats
 

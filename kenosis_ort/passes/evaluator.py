@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.error import Deviations, Outputs, Signals, find_uses, output_error
+from kenosis_ort.accuracy import Outputs
+from kenosis_ort.accuracy.error import Deviations, Signals, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
 from kenosis_ort.accuracy.measures import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored

@@ -14,8 +14,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from kenosis_ort.runtime.counting import count
-from kenosis_ort.runtime.machine import at_hand
-from kenosis_ort.storage.writing import keep, recall
+from kenosis_ort.runtime.machine import at_hand, keep, recall
 
 _log = logging.getLogger(__name__)
 

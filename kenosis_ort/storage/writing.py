@@ -5,14 +5,10 @@ Errors of the system are raised as `OutputError`.
 No output may be an input or another output, however their paths are spelled.
 
 Temporary folders go with their object and with the process, unless that is killed.
-
-Small facts are kept between processes in the folder that the system's conventions give caches. They can be found out
-again: a file that is missing, damaged or cannot be written costs time and nothing else.
 """
 
 import errno
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -21,7 +17,7 @@ import tempfile
 import time
 import unicodedata
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +33,6 @@ except ImportError:  # Windows
 _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.01
-_SIZE_LIMIT: Final = 1 << 16
-"""Bytes of a file of kept facts."""
 
 
 class Scratch:
@@ -267,59 +261,3 @@ def room_is_needed() -> Iterator[None]:
 def is_lack_of_room(error: BaseException) -> bool:
     """Whether an error of the system's says that a disk is full or cannot be written."""
     return isinstance(error, OSError) and not isinstance(error, KenosisError) and error.errno in _NO_ROOM
-
-
-# ---- facts kept between processes ------------------------------------------------------------------------------------
-
-
-def user_cache() -> Path | None:
-    """The folder for caches of this package, None where the user has no home.
-
-    ``$XDG_CACHE_HOME`` or ``~/.cache`` (XDG Base Directory Specification 0.8: a relative value is ignored),
-    ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows; below it ``kenosis-ort``.
-    """
-    cache_home = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    base: Path | None = Path(cache_home) if cache_home and Path(cache_home).is_absolute() else None
-    if base is None:
-        try:
-            home = Path.home()
-        except RuntimeError:
-            return None
-        usual = {"win32": ("AppData", "Local"), "darwin": ("Library", "Caches")}
-        base = home.joinpath(*usual.get(sys.platform, (".cache",)))
-    return base / "kenosis-ort"
-
-
-def recall(name: str) -> Mapping[str, Any] | None:
-    """Content cached under a name, None where there is nothing of use.
-
-    Args:
-        name: Of a file, without its ending.
-    """
-    folder = user_cache()
-    path = None if folder is None else folder / f"{name}.json"
-    try:
-        if path is None or not path.is_file() or path.stat().st_size > _SIZE_LIMIT:
-            return None
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        _log.debug("'%s' is not read: %s", path, error)
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def keep(name: str, facts: Mapping[str, Any]) -> None:
-    """Keeps facts under a name, whole or not at all; where that is not possible, nothing.
-
-    Args:
-        name: As for `recall`.
-        facts: Anything JSON takes.
-    """
-    folder = user_cache()
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{name}.json", json.dumps(dict(facts)), "what is kept")
-    except OSError as error:
-        _log.debug("nothing is kept in '%s': %s", folder, error)

@@ -22,8 +22,8 @@ import onnx
 
 from kenosis_ort.errors import OptionError, printable
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.runtime.machine import has_dot_products, machine, processor_class
-from kenosis_ort.storage.writing import keep, recall, regular, write_text
+from kenosis_ort.runtime.machine import has_dot_products, keep, machine, processor_class, recall
+from kenosis_ort.storage.writing import regular, write_text
 
 Form = Literal["float", "integer", "shifted"]
 """Of a node: in float, in integer, in integer with weights whose zero point selects the second kernel."""

@@ -32,9 +32,8 @@ from onnx import TensorProto, helper
 from kenosis_ort.bench.kernel_times import profile_ops
 from kenosis_ort.errors import OptionError
 from kenosis_ort.report.evidence import OpTime
-from kenosis_ort.runtime.machine import machine
+from kenosis_ort.runtime.machine import keep, machine, recall
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets import TARGETS, Target
 from kenosis_ort.targets.profile import CostTable, Form, HostProfile, KernelCost, Probe, Work, nearest
 

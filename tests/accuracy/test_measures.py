@@ -5,8 +5,7 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort.accuracy import detections, find_measures, measures
-from kenosis_ort.accuracy.error import quantile
+from kenosis_ort.accuracy import detections, find_measures, measures, quantile
 
 
 def softmax(x, axis=-1):

@@ -171,7 +171,7 @@ def test_what_a_damaged_file_or_that_of_another_runtime_says_is_not_believed(fre
 
 def test_without_a_place_to_keep_them_limits_are_found_all_the_same(fresh, monkeypatch):
     monkeypatch.setattr(limits, "recall", lambda name: None)
-    monkeypatch.setattr("kenosis_ort.storage.writing.user_cache", lambda: fresh / "file" / "below")
+    monkeypatch.setattr("kenosis_ort.runtime.machine.user_cache", lambda: fresh / "file" / "below")
     (fresh / "file").write_text("no folder")
     assert isinstance(runtime_limits(), RuntimeLimits)
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from kenosis_ort.errors import CalibrationError, OutputError
+from kenosis_ort.runtime import machine
 from kenosis_ort.storage import writing
 from kenosis_ort.storage.writing import Scratch, check_apart, locked, same_file, write_text
 from tests.storage.killing import killed_at_every_step
@@ -91,16 +92,16 @@ def test_the_folder_for_facts(monkeypatch, platform, said, expected):
     monkeypatch.setenv("XDG_CACHE_HOME", said)
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    assert writing.user_cache() == Path(expected, "kenosis-ort")
+    assert machine.user_cache() == Path(expected, "kenosis-ort")
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
-    assert writing.user_cache() is None
-    writing.keep("facts", {"a": 1})
-    assert writing.recall("facts") is None
+    assert machine.user_cache() is None
+    machine.keep("facts", {"a": 1})
+    assert machine.recall("facts") is None
 
 
 # ---- temporary folders -----------------------------------------------------------------------------------------------
