@@ -181,6 +181,8 @@ def _groups(graph: GraphView, nodes: Collection[str]) -> dict[ir.Value, list[Lay
         layer, value = layer_of(node, graph), node.inputs[0]
         if layer is None or value is None or node.attributes.get_float("alpha", 1.0) != 1.0:
             continue
+        if (graph.dims(value) or ())[:-1] == (1,):
+            continue  # a single row, which has none beside it
         if ranks.get(layer.data, 0) >= 2 and min(layer.shape) >= _LEAST_SIZE:
             found.setdefault(value, []).append(layer)
     return found

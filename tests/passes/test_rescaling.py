@@ -410,3 +410,8 @@ def test_what_one_range_costs():
 def test_only_named_layers(nodes):
     model = of_rows(BODIES["matmul"])
     assert not row_noise(GraphView(model), [{"i": np.ones((2, 3, 32), np.float32)}], nodes=nodes)
+
+
+def test_a_single_row_has_none_to_differ_from():
+    model = prepared(parse("g (float[1,32] x) => (float[1,32] y) <float[32,32] w> { a = Abs (x) y = MatMul (a, w) }"))
+    assert not row_noise(GraphView(model), [{"x": outlying()[0, :1]}], nodes=linear_layers(model))
