@@ -1,4 +1,4 @@
-"""What the runtime makes of a file, and whether the file's numbers add up.
+"""Checks of a quantized file: the kernels that the runtime runs it on, and whether its numbers add up.
 
 The fusion proof with the kernel of every compute node, conformance to the patterns of a target's document, and scales
 and zero points of biases. What clipped products cost on other processors is `kenosis_ort.clipping`'s.

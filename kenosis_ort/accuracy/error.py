@@ -275,7 +275,7 @@ def _moments_of(
 
 
 def _columns(values: Float64, use: OutputUse) -> list[Float64]:
-    """What is compared of an output, in arrays of shape (rows, columns): of positions the scores, and the others."""
+    """Arrays of an output that are compared, of shape (rows, columns): of positions the scores, and the others."""
     if use.use is Use.CLASSES:
         rows = values.reshape(len(values), -1)
         rows = _log_odds(rows) if use.probabilities else rows

@@ -311,7 +311,7 @@ class SameTokens(Measure):
 
     @staticmethod
     def decided(values: Array) -> Array:
-        """What is compared of an output's values."""
+        """Part of an output's values that is compared."""
         return values
 
 

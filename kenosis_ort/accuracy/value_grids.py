@@ -1,4 +1,4 @@
-"""Which values each quantized tensor of a QDQ model can hold, read off its Q and DQ nodes."""
+"""Grids of the quantized tensors of a QDQ model: the values that each can hold, read off its Q and DQ nodes."""
 
 import math
 import re
@@ -89,7 +89,7 @@ class ValueGrid:
 
     @property
     def facts(self) -> tuple[tuple[float, float], int, bool]:
-        """Its `range`, its `bits`, and whether `pairs_fit`."""
+        """Facts of the grid: `range`, `bits`, and whether `pairs_fit`."""
         return self.range, self.bits, self.pairs_fit
 
     def values(self) -> tuple[Float64, Float64] | None:

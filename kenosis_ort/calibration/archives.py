@@ -101,7 +101,7 @@ class ImageFolderReader(IndexedReader):
 
 @dataclass(frozen=True)
 class Pixels:
-    """What makes a model's input of images; fields as the arguments of `ImageFolderReader`.
+    """Preprocessing of images for an input; fields as the arguments of `ImageFolderReader`.
 
     Raises:
         CalibrationError: Pillow is not installed, or a value is out of range.

@@ -48,7 +48,7 @@ class Function(NamedTuple):
 
     @property
     def gate_key(self) -> tuple[float, float]:
-        """What functions of one gate have in common."""
+        """Key that functions of one gate have in common."""
         return self.slope, self.offset
 
     def gate(self, values: Array) -> Array:

@@ -20,7 +20,7 @@ Shape = tuple["int | str | None", ...]
 
 
 class Known(str, Enum):
-    """How well the scale of an input's values is known."""
+    """Certainty of the scale of an input's values."""
 
     GIVEN = "given by the caller"
     REAL = "taken from the real samples"
@@ -32,7 +32,7 @@ class Known(str, Enum):
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where samples come from.
+    """Source of samples.
 
     Attributes:
         known: How well the scale of each input's values is known, by its name.
@@ -64,7 +64,7 @@ _NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)
 
 
 class InputSpec(NamedTuple):
-    """What the model says about one of its inputs.
+    """Type, shape and name of an input, as the model declares them.
 
     Attributes:
         name: Its name.
@@ -369,7 +369,7 @@ Sizes = Mapping[str, tuple[int, ...]]
 
 
 def misfit(session: ort.InferenceSession, feed: Mapping[str, Any]) -> str:
-    """Which input does not fit the others, in one sentence; "" if none is known not to.
+    """Sentence about an input that does not fit the others; "" if none is known not to.
 
     The runtime only says at which node it stopped. Exporters give open dimensions names, and inputs whose dimensions
     have one name must agree. The names are not always true, so they are read only once a run has failed.

@@ -27,7 +27,7 @@ _RANDOM = having(Is.RANDOM)
 
 
 class SessionSettings(NamedTuple):
-    """How sessions are made.
+    """Settings of sessions.
 
     Attributes:
         providers: Execution providers; empty for the CPU.

@@ -37,7 +37,7 @@ class OwnReader(CalibrationDataReader):  # type: ignore[misc]
 
     @property
     def provenance(self) -> Provenance | None:
-        """How well is known what made-up feeds rest on; None of real ones."""
+        """Certainty of the assumptions behind made-up feeds; None of real ones."""
         return None
 
 

@@ -214,7 +214,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Rescaling:
-    """What a change of weights made of the channels of a value: ``(x - shift) * factor``, cut to bounds.
+    """Change of the channels of a value by a change of weights: ``(x - shift) * factor``, cut to bounds.
 
     Attributes:
         axis: Of the channels; negative counts from the end.

@@ -46,7 +46,7 @@ class TrustLevel(str, Enum):
 
 
 class RangeSource(str, Enum):
-    """How a tensor's range was found."""
+    """Source of a tensor's range."""
 
     MEASURED = "measured"
     EXTENDED = "measured, and extended for what the samples do not show"
@@ -74,7 +74,7 @@ class TensorAssessment:
 
 @dataclass(frozen=True)
 class CalibrationTrust:
-    """How far the ranges of a model can be trusted.
+    """Trust in the ranges of a model, by tensor and as a whole.
 
     Attributes:
         verdict: Of the model.

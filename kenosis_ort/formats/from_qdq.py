@@ -355,7 +355,7 @@ def _laid_out(node: ir.Node, source: ir.Node, live: Edits) -> tuple[Array, int |
 
 
 def _moved(node: ir.Node, data: Array, others: Sequence[Array | None]) -> Array | None:
-    """What a layout operator makes of a constant, None where the shapes do not fit."""
+    """Result of a layout operator on a constant, None where the shapes do not fit."""
     from onnx.reference import ReferenceEvaluator
 
     names = [value.name or "" for value in node.inputs if value is not None]

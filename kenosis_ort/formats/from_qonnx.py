@@ -118,7 +118,7 @@ class Reader(tensors.Edits):
         return np.asarray(found, np.float32)
 
     def _type(self, node: ir.Node) -> onnx.TypeProto | None:
-        """What is known of the type and shape of what a node quantizes."""
+        """Type and shape of the value that a node quantizes, as far as known."""
         return self._types.get(required(node, 0).name or "")
 
     def _check_shape(self, node: ir.Node, shape: tuple[int, ...]) -> None:
@@ -237,7 +237,7 @@ def _bound(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) 
 
 
 def _clip(node: ir.Node, x: ir.Value, ends: Sequence[qonnx_nodes.Float], live: tensors.Edits) -> ir.Value:
-    """What bounds a value, by one number or by numbers that are broadcast to it, in front of a node."""
+    """Bounds of a value in front of a node: one number, or numbers that are broadcast to it."""
     base = node.outputs[0].name
     low, high = (live.store(end, f"{base}_bound") for end in ends)
     if ends[0].ndim == 0:

@@ -29,7 +29,7 @@ _INPUTS: Final[Mapping[str, int]] = {DATA: 3, WEIGHT: 3, BIAS: 1, RESULT: 2, OTH
 
 @dataclass(frozen=True)
 class QOperator:
-    """How a quantized operator stands for one of float values, which both directions go by.
+    """Correspondence of a quantized operator to one of float values, for both directions.
 
     Attributes:
         op_type: The float operator.

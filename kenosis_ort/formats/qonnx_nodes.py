@@ -70,7 +70,7 @@ HALF_EVEN: Final = frozenset({"ROUND", "HALF_EVEN"})
 
 @dataclass(frozen=True, eq=False)
 class QuantGrid:
-    """What a Quant node with constant parameters says.
+    """Parameters of a Quant node whose parameters are constant.
 
     Attributes:
         scale: float32, of the shape that the file gives it.

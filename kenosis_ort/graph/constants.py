@@ -22,7 +22,7 @@ from kenosis_ort.graph.walk import drop_initializers
 
 
 class Is(Flag):
-    """What an operator is; most are several things."""
+    """Properties of an operator; most have several."""
 
     LAYER = auto()
     """Multiplies its first input by weights and sums up."""

@@ -29,7 +29,7 @@ Outputs = ir.Value | Sequence[ir.Value] | None
 
 @dataclass(frozen=True)
 class RewriteResult:
-    """What a float rewrite did.
+    """Result of a float rewrite.
 
     Attributes:
         notes: Sentences for the report.

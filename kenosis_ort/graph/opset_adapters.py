@@ -24,7 +24,7 @@ class NoEquivalentError(Exception):
 
 
 class AdapterContext:
-    """What adapters may ask for and add around the node at hand.
+    """Context of an adapter: questions about the node at hand, and edits around it.
 
     Args:
         model: The model.

@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 
 
 def weight_pair(largest: int | None) -> int | None:
-    """What two neighbouring int8 weights of one sign may sum to, for the largest sum of their products."""
+    """Largest sum of two neighbouring int8 weights of one sign, for the largest sum of their products."""
     return None if largest is None else largest // LARGEST_ACTIVATION
 
 

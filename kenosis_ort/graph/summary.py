@@ -36,7 +36,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What a model file holds.
+    """Summary of a model file.
 
     Attributes:
         path: The file; what messages call it for a model in memory.

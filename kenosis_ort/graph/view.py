@@ -299,7 +299,7 @@ class PreparedModel:
 
     @cached_property
     def graph(self) -> GraphView:
-        """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
+        """The main graph, read once; who changes it works on a `LiveGraph` of its own."""
         known = self.view
         return known if known is not None and known.proto is self.proto else GraphView(self.proto)
 

@@ -36,7 +36,7 @@ def known_as(domain: str, op_type: str) -> str:
 
 @lru_cache(maxsize=4096)
 def schema(op_type: str, version: int, domain: str = "") -> onnx.defs.OpSchema | None:
-    """What ONNX says of an operator in a version of its operator set, None for one that it does not know."""
+    """Schema of an operator in a version of its operator set, None for one that ONNX does not know."""
     try:
         return onnx.defs.get_schema(op_type, max(min(version, _LATEST), 0), domain)
     except onnx.defs.SchemaError:

@@ -1,1 +1,1 @@
-"""Where Q/DQ goes: the plan, decided by the target's rules before the graph is touched."""
+"""Placement of Q/DQ: the plan, decided by the target's rules before the graph is touched."""

@@ -35,7 +35,7 @@ _BY_TABLE = "unsupported-op"  # the rule of an operator that the table has no ru
 
 
 class Absorption:
-    """What kernels take in.
+    """Nodes that kernels take in behind their sums.
 
     Args:
         constraints: The caller's wishes about a model on a target.
@@ -304,7 +304,7 @@ def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds |
 
 @dataclass(frozen=True)
 class SeenAs:
-    """What a value's consumers make of it: a function of the array of one sample for calibration.
+    """View of a value that its consumers have: a function of the array of one sample for calibration.
 
     Attributes:
         low: Smaller values count as this one; None without.
@@ -349,7 +349,7 @@ def values_of_own_scale(view: GraphView, plan: PlacementPlan) -> list[ir.Value]:
 def seen_as(
     view: GraphView, values: Iterable[ir.Value], limits: Iterable[RangeLimit] | None = None
 ) -> dict[str, SeenAs]:
-    """What calibration is to take a value for, by name of each value some of whose range no consumer sees.
+    """Views by value name, of the values of whose range consumers see a part only.
 
     Args:
         view: The model.

@@ -1,4 +1,4 @@
-"""Which nodes run in integer and which values carry Q/DQ: what the placement rests on before ranges are known.
+"""Nodes that run in integer and values that carry Q/DQ, as far as decided before ranges are known.
 
 The integer domain is found by two sweeps over the graph.
 
@@ -28,7 +28,7 @@ _LIGHT = (Role.BINARY, Role.UNARY, Role.CONCAT, Role.PASS_THROUGH)
 
 
 class Domain:
-    """Which nodes run in integer.
+    """Nodes that run in integer.
 
     Args:
         target: The runtime.
@@ -235,7 +235,7 @@ class Domain:
 
 
 class Assignment:
-    """What each node of one model is on one target under one set of options.
+    """Classes of the nodes of one model on one target under one set of options.
 
     Args:
         view: The prepared model.

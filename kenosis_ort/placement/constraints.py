@@ -135,7 +135,7 @@ _LATENT: Final = frozenset(
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the caller's words say about a model.
+    """Constraints of the caller on the nodes and values of a model.
 
     Attributes:
         view: The prepared model.
@@ -272,7 +272,7 @@ def constrain(view: GraphView, target: Table, options: PlacementOptions) -> Cons
 def _shared(
     view: GraphView, target: Table, overrides: Overrides, values: frozenset[str]
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """Which value's own parameters others would share through operators that move bytes, and which tear."""
+    """Owners of shared parameters, by value, through operators that move bytes; and the nodes that would share two."""
     if not values:
         return {}, frozenset()
     found = {value: value for value in values}

@@ -147,7 +147,7 @@ class NetCosts:
 
 
 class PlannedCosts:
-    """What the nodes and borders of a net cost under one plan.
+    """Costs of the nodes and borders of a net under one plan.
 
     Args:
         net: The costs of its kernels.
@@ -175,7 +175,7 @@ class PlannedCosts:
         return NodeCost(name, node.op_type, kind, in_float, in_integer, planned)
 
     def kind(self, node: ir.Node) -> Kind:
-        """What the plan makes of a node."""
+        """Kind of a node in the plan."""
         decision = self.plan.by_node.get(str(node.name))
         return Kind.FLOAT if decision is None else decision.kind
 

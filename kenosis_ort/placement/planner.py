@@ -71,7 +71,7 @@ class Decider:
                 self._decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
     def _kind(self, node: ir.Node, c: NodeClass) -> tuple[Kind, str, str]:
-        """What a node becomes, with rule and reason."""
+        """Kind of a node, with rule and reason."""
         name, assigned, domain = str(node.name), self.assignment, self.assignment.domain
         if name in assigned.biased:
             return Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
@@ -101,7 +101,7 @@ class Decider:
         return Kind.FLOAT, "integer-domain", reason
 
     def _read(self, node: ir.Node, c: NodeClass, edge: Edge, value: ir.Value) -> Decision:
-        """How a node reads one of its inputs."""
+        """Decision about an input of a node."""
         name, assigned = edge.consumer, self.assignment
         if value.is_initializer():
             return self._read_constant(node, c, edge)

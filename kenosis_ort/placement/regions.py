@@ -40,12 +40,12 @@ class MinCut:
         self._left: dict[Vertex, dict[Vertex, float]] = {_SOURCE: {}, _SINK: {}}  # capacities, by both ends
 
     def cost(self, thing: Vertex, *, here: float, there: float) -> None:
-        """Says what a thing costs on either side."""
+        """Adds the costs of a thing on either side."""
         self.part(thing, _SINK, here)
         self.part(_SOURCE, thing, there)
 
     def part(self, here: Vertex, there: Vertex, cost: float) -> None:
-        """Says what it costs to have one thing here and the other there, and not the other way round."""
+        """Adds the cost of having one thing here and the other there, and not the other way round."""
         for tail, head, capacity in ((here, there, cost), (there, here, 0.0)):
             left = self._left.setdefault(tail, {})
             left[head] = left.get(head, 0.0) + capacity
@@ -162,7 +162,7 @@ Replan = Callable[[Mapping[str, str]], PlacementPlan]
 
 @dataclass(frozen=True)
 class Regions:
-    """What to leave in float.
+    """Nodes to leave in float, with costs before and after.
 
     Attributes:
         plan: The placement with these regions.

@@ -48,7 +48,7 @@ class Cache(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its input and output, as far as there are."""
+        """Names of the cache's input and output, as far as there are."""
         return tuple(name for name in (self.past, self.present) if name is not None)
 
 

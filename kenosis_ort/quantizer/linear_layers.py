@@ -72,7 +72,7 @@ class LinearLayer(NamedTuple):
 
     @property
     def weight(self) -> tuple[str, bool]:
-        """What tells the matrix from others: name of the constant, and whether it is transposed."""
+        """Key of the matrix: name of the constant, and whether it is transposed."""
         return self.constant.name, self.transposed
 
     @property

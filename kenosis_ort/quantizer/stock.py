@@ -1,4 +1,4 @@
-"""What the package takes over from ``onnxruntime.quantization`` as it is: enumerations, defaults, whole stages."""
+"""Parts of ``onnxruntime.quantization`` that are used as they are: enumerations, defaults, whole stages."""
 
 import contextlib
 import inspect

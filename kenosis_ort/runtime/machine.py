@@ -94,7 +94,7 @@ def read_cpu_info(text: str, *, fallback: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a call knows of the machine it runs on.
+    """Facts about the machine that a call runs on.
 
     Attributes:
         family: Processor family as the operating system names it.

@@ -311,7 +311,7 @@ def _size(source: Model) -> int:
 
 
 def _returning(model: onnx.ModelProto, further: Collection[str]) -> bytes:
-    """What makes values outputs where it follows a serialized model: protobuf joins two messages to one."""
+    """Serialized suffix that makes values outputs of a serialized model: protobuf joins two messages to one."""
     if not further:
         return b""
     known = {value.name for value in model.graph.output}

@@ -92,7 +92,7 @@ def with_block_weights(
 def _store(
     integers: Float64 | UInt8, grid: BlockGrid, accuracy_level: int, base: str, graph: LiveGraph
 ) -> tuple[tuple[ir.Value, ...], dict[str, int]]:
-    """What ``MatMulNBits`` reads beside its data, and its attributes."""
+    """Inputs of ``MatMulNBits`` beside its data, and its attributes."""
     packed, scales, zeros = pack(integers, grid)
     arrays: dict[str, npt.NDArray[np.generic]] = {"packed": packed, "scales": scales}
     if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given

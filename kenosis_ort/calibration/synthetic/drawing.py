@@ -213,7 +213,7 @@ def photograph(draws: Draws, height: int, width: int) -> Pixels:
 
 
 def _scene(draws: Draws, height: int, width: int) -> tuple[npt.NDArray[np.intp], _Shapes]:
-    """Which shape is seen at each pixel, and the shapes."""
+    """Number of the shape that is seen at each pixel, and the shapes."""
     count = draws.integer(*_SHAPES_PER_PICTURE)
     side = max(height, width)
     smallest, largest = max(side / draws.integer(20, 90), _SMALLEST), side / 1.6

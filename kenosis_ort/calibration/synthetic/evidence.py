@@ -30,7 +30,7 @@ _FITTING: Final = 0.5  # misfit up to which a BatchNormalization's prediction ta
 
 @dataclass(frozen=True)
 class NetEvidence:
-    """What the net says about a few samples.
+    """Evidence of the net about a few samples.
 
     Attributes:
         misfits: Of its BatchNormalizations, by name of the node, see `fit_batch_norms`.
@@ -106,7 +106,7 @@ _KEEPING = frozenset({"Relu", "Clip", "LeakyRelu", "MaxPool", "Identity", "Dropo
 
 @dataclass(frozen=True)
 class BatchNormFit:
-    """How natural the samples look to one BatchNormalization.
+    """Fit of the samples to one BatchNormalization's stored statistics.
 
     Attributes:
         node: Its name.

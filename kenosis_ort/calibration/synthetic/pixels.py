@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixels become the values of an input: mapped to a range, then the mean subtracted, then divided.
+    """Preprocessing of pixels: mapped to a range, then the mean subtracted, then divided.
 
     Attributes:
         low: What black becomes.

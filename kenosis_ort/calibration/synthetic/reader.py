@@ -130,7 +130,7 @@ class SyntheticReader(IndexedReader):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was assumed about each input, one sentence each."""
+        """Assumptions about the inputs, one sentence each."""
         return tuple(
             f"input '{m.info.name}' of shape {m.shape} is taken for {m.says}; the scale is {m.known.value}"
             for m in self._makers.values()
@@ -138,7 +138,7 @@ class SyntheticReader(IndexedReader):
 
     @property
     def provenance(self) -> Provenance:
-        """How well what was assumed is known."""
+        """Certainty of the assumptions."""
         return Provenance(
             known={name: maker.known for name, maker in self._makers.items()},
             natural=all(maker.natural for maker in self._makers.values()),

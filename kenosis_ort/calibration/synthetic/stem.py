@@ -67,12 +67,12 @@ Moments = tuple[Doubles, Doubles]
 
 
 def is_live(deviation: Doubles) -> npt.NDArray[np.bool_]:
-    """Which channels say something, by their stored deviation."""
+    """Mask of the channels whose stored deviation says something."""
     return np.asarray(deviation > _DEAD * np.median(deviation))
 
 
 def distance(seen: Moments, stored: Moments) -> float:
-    """How far statistics by channel are from stored ones.
+    """Distance of statistics by channel from stored ones.
 
     The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``: 0 for equal statistics, 0.5 for half or
     double the deviation.
