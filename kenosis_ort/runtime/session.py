@@ -267,7 +267,8 @@ def make_room(source: Model) -> int:
     """Gives memory that nothing uses back to the system before a large model is opened or copied; returns its bytes."""
     size = _size(source)
     if size >= MAPPED_FROM:
-        gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
+        if any(gc.get_count()[1:]):  # else next to nothing was made since the last time
+            gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
         _malloc_trim()(0)  # of weights let go before, much is still held between small objects
     return size
 
