@@ -23,7 +23,7 @@ from tests.passes.support import array, first, noise
 LAYERS = ("c0", "c1", "c2")
 ACTIVATIONS = {
     "relu": lambda net, y: net.op("Relu", [y]), "silu": lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]),
-    "none": lambda net, y: y,
+    "none": lambda net, y: y, "one batch": lambda net, y: net.op("Relu", [y]),
 }  # fmt: skip
 
 
@@ -43,9 +43,12 @@ def damaged(model, *layers):
 
 def chain(act):
     net = models.Net(seed=1)
-    y = net.op("Abs", [net.input("x", ["n", 4, 8, 8])])
+    y = net.op("Abs", [net.input("x", [1 if act == "one batch" else "n", 4, 8, 8])])
     for at, name in enumerate(LAYERS):
         y = ACTIVATIONS[act](net, net.conv(y, 8 if at else 4, 8, name=name))
+    if act == "one batch":  # whose exporter writes all sizes as constants
+        y = net.op("Gather", [net.op("Reshape", [y, net.const([-1])]), net.const(np.arange(512).reshape(1, 8, 8, 8))])
+        y = net.op("Reshape", [y, net.const([1, 8, 8, 8])])
     return planning.prepared(net.of(net.conv(y, 8, 4, k=1, name="last")))
 
 
@@ -69,21 +72,6 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act, monkeypatch
     one_by_one = bias_shifts(GraphView(model), bad, feeds)
     assert shifts.keys() == one_by_one.keys()
     for layer, shift in one_by_one.items():
-        np.testing.assert_allclose(shifts[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
-
-
-def test_an_export_for_one_batch_is_corrected_in_one_run_too(monkeypatch):
-    text = """(float[1,4,8,8] x) => (float[1,4] y) <float[8,4,3,3] a_w, float[8] a_b, float[8,4] b_w, float[4] b_b,
-        int64[1] flat = {-1}, int64[1,8] order = {0,1,2,3,4,5,6,7}, int64[2] one = {1,8}> {
-        p = Abs (x) [a] c = Conv <pads = [1,1,1,1]> (p, a_w, a_b) r = Relu (c) m = GlobalAveragePool (r)
-        f = Reshape (m, flat) g = Gather (f, order) o = Reshape (g, one) [b] y = Gemm (o, b_w, b_b) }"""
-    model = net_of(text)
-    bad, feeds = damaged(model, "a", "b"), models.feeds(model, 6)
-    with counted() as counts:
-        shifts = bias_shifts(GraphView(model), bad, feeds)
-    assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
-    monkeypatch.setattr(correct_biases, "shifts_in_one_run", lambda *_, **__: None)
-    for layer, shift in bias_shifts(GraphView(model), bad, feeds).items():
         np.testing.assert_allclose(shifts[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
 
 

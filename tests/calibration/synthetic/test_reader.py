@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader, drawing, kinds, stem
@@ -224,6 +224,23 @@ def test_stored_statistics_tell_the_range_and_a_folded_bias_its_order_of_magnitu
     made = np.stack([reader.feed(i)["image"] for i in range(16)])
     assert 0.4 < made.std() / np.stack(trained_on(way)).std() < 3
     assert reader.provenance.known["image"] is Known.CONVENTION
+
+
+def test_where_biases_are_too_small_to_tell_a_classifiers_answers_do():
+    """Numbers from 0 to 1 fit the first bias but leave the answers even; up to 255 they make them as sure as usual."""
+    rng, convs = np.random.default_rng(0), first_layer(24, trained_on(WAYS[0]), folded=True)
+    arrays = {t.name: numpy_helper.to_array(t) for t in convs.graph.initializer}
+    arrays |= {
+        "v": rng.normal(0, 0.1, (24, 24, 3, 3)).astype(np.float32),
+        "e": np.full(24, 1e-4, np.float32),
+        "h": rng.normal(0, 0.02, (24, 12)).astype(np.float32),
+    }
+    text = """g (float[N,3,32,32] image) => (float[N,12] y) { c = Conv <pads = [1, 1, 1, 1]> (image, w, b)
+        r = Relu (c) d = Conv (r, v, e) q = Relu (d) k = Conv (q, v, e) m = GlobalAveragePool (k) f = Flatten (m)
+        a = MatMul (f, h) y = Softmax (a) }"""
+    reader = SyntheticReader(parse(text, arrays))
+    assert reader.provenance.known["image"] is Known.GUESS
+    assert np.stack([reader.feed(i)["image"] for i in range(4)]).max() > 100
 
 
 def test_no_usual_way_and_a_model_that_does_not_run_are_a_guess():
