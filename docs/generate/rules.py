@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from kenosis_ort.targets.ort_cpu import ORT_CPU
-from kenosis_ort.targets.table import FusionRule, Requirement, Role
+from kenosis_ort.targets.vocabulary import FusionRule, Requirement, Role
 
 from .markdown import code, table
 

@@ -27,7 +27,7 @@ import onnx
 
 from kenosis_ort.calibration.collector import Points, Progress, collect
 from kenosis_ort.calibration.feeds import Known, Provenance, sample_feeds
-from kenosis_ort.calibration.synthetic.evidence import NetEvidence, Range, hard_bounds
+from kenosis_ort.calibration.synthetic.net_evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.constants import LAYERS, Is, having
 

@@ -119,7 +119,7 @@ class Fuse(Command):
     function = "file_commands:fuse_attention"
 
 
-class Weights(Command):
+class QuantizeWeights(Command):
     """Writes the float MODEL to OUT with the weights of its linear layers and embeddings
     in blocks of few bits, which is what decoders wait for at one token. With samples
     the weights are rounded so that the outputs of their layers change least.
@@ -145,7 +145,7 @@ class Weights(Command):
     function = "file_commands:weights"
 
 
-class Sweep(Command):
+class SweepModels(Command):
     """Quantizes every model of a file and writes one table of what came out, to the
     screen and as sweep.json in the folder RESULTS (MODELS.sweep unless it is named).
     A table [models.NAME] names the model and its data; what else it holds are

@@ -113,7 +113,7 @@ def _collected(call: Call, drafted: Builder, builder: Builder, followed: Sequenc
     if plain or data is None or not is_made_up(data.reader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)
-    from kenosis_ort.calibration.synthetic.evidence import net_evidence
+    from kenosis_ort.calibration.synthetic.net_evidence import net_evidence
     from kenosis_ort.calibration.synthetic.reader import probe_feeds
     from kenosis_ort.calibration.trust import collect_with_trust
 

@@ -27,7 +27,7 @@ from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
-from kenosis_ort.targets.table import DataTypes, Role
+from kenosis_ort.targets.vocabulary import DataTypes, Role
 
 if TYPE_CHECKING:  # which few calls have, and which loads asyncio
     from kenosis_ort.cluster.client import Cluster

@@ -35,7 +35,7 @@ from kenosis_ort.graph.view import ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.affine import affine_step, scale_of_norm
 from kenosis_ort.rewrite.rule import NotCollapsibleError
-from kenosis_ort.targets.table import DataTypes
+from kenosis_ort.targets.vocabulary import DataTypes
 
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
 

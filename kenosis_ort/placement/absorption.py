@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Bounds, Consumer, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
-from kenosis_ort.targets.table import NodeClass, Role
+from kenosis_ort.targets.vocabulary import NodeClass, Role
 
 _PRODUCERS = (Role.ANCHOR, Role.BINARY, Role.CONCAT)
 _BY_TABLE = "unsupported-op"  # the rule of an operator that the table has no rule for

@@ -20,7 +20,7 @@ from kenosis_ort.placement.constraints import WEIGHTS_ONLY, Constraints, constra
 from kenosis_ort.placement.eligibility import classify, fed_by, protect
 from kenosis_ort.plan import PlacementOptions
 from kenosis_ort.targets.model import Target
-from kenosis_ort.targets.table import NodeClass, Role
+from kenosis_ort.targets.vocabulary import NodeClass, Role
 
 _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
 """Products of a value with a function of it; spelled out as such, stock quantizes what they read."""

@@ -21,7 +21,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.plan import Decision, EdgeRole, PlacementOptions
-from kenosis_ort.targets.table import Role, Table
+from kenosis_ort.targets.vocabulary import Role, Table
 
 _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), onnx.TensorProto.INT8: (-128, 127)}
 

@@ -33,7 +33,7 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.options import BYTE, Widths
 from kenosis_ort.placement.constraints import Constraints, channel_axis
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan
-from kenosis_ort.targets.table import FusionRule, NodeClass, Requirement, Role
+from kenosis_ort.targets.vocabulary import FusionRule, NodeClass, Requirement, Role
 
 _PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
 

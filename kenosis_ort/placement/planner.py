@@ -28,7 +28,7 @@ from kenosis_ort.plan import (
     RangeLimit,
 )
 from kenosis_ort.targets.model import Placed, Target
-from kenosis_ort.targets.table import NodeClass, Role
+from kenosis_ort.targets.vocabulary import NodeClass, Role
 
 _AS_INT32 = "int32 at input_scale * weight_scale"
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)

@@ -12,7 +12,7 @@ from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
     from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
-    from kenosis_ort.targets.table import DataTypes, FusionRule, Requirement, Role
+    from kenosis_ort.targets.vocabulary import DataTypes, FusionRule, Requirement, Role
 
 DEFAULT_TARGET: Final = "ort-cpu"
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    **dict.fromkeys(("DataTypes", "FusionRule", "Requirement", "Role"), "kenosis_ort.targets.table"),
+    **dict.fromkeys(("DataTypes", "FusionRule", "Requirement", "Role"), "kenosis_ort.targets.vocabulary"),
     **dict.fromkeys(("Hooks", "Target", "TimedRuntime"), "kenosis_ort.targets.model"),
 }
 __getattr__ = deferred(__name__, _HOMES)

@@ -21,7 +21,7 @@ from kenosis_ort.rewrite import USUAL_FORMS
 from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.rules import is_arm
-from kenosis_ort.targets.table import DataTypes
+from kenosis_ort.targets.vocabulary import DataTypes
 
 _HERE: Final = is_arm(platform.machine())
 _CPU: Final = ORT_CPU.hooks

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from kenosis_ort.runtime.session import Runner
-from kenosis_ort.targets.table import DataTypes, Table
+from kenosis_ort.targets.vocabulary import DataTypes, Table
 
 if TYPE_CHECKING:
     from kenosis_ort.graph.live import RewriteResult
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kenosis_ort.plan import Decision, PlacementOptions, PlacementPlan
     from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
     from kenosis_ort.targets.proof import FusionReport, PatternReport
-    from kenosis_ort.targets.table import NodeClass
+    from kenosis_ort.targets.vocabulary import NodeClass
 
 
 DYNAMIC, WEIGHT_ONLY = "dynamic", "weight-only"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
-from kenosis_ort.targets.table import NodeClass, Role
+from kenosis_ort.targets.vocabulary import NodeClass, Role
 
 _RULE = "float-prefix"
 _REASON = "stem of a mobile net: few channels, then depthwise; int8 is slower and coarser there"

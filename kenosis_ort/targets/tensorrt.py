@@ -13,7 +13,7 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.targets.model import Target
-from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.vocabulary import WEIGHTED, DataTypes, Requirement, Role, rule
 
 _ACTIVATIONS: Final = (
     "Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus",

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
-from kenosis_ort.calibration.synthetic import evidence
+from kenosis_ort.calibration.synthetic import net_evidence
 from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
 from tests.calibration.synthetic.test_draws import edges
@@ -151,7 +151,7 @@ BOUNDS = {"Relu": (0, INF), "Sigmoid": (0, 1), "Tanh": (-1, 1), "Softmax": (0, 1
 @pytest.mark.parametrize(("op", "expected"), BOUNDS.items())
 def test_bounds_of_activations_hold(op, expected):
     model = planning.parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
-    assert evidence.hard_bounds(model).get("z") == expected
+    assert net_evidence.hard_bounds(model).get("z") == expected
     if expected is not None:
         feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
         low, high = swept(model, [feed], ["z"]).range_of("z")
@@ -161,7 +161,7 @@ def test_bounds_of_activations_hold(op, expected):
 def test_bounds_of_clip_and_concat():
     model = planning.parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
         a = Clip (x, zero, six)  b = Clip (x, , six)  c = Concat <axis = 1> (a, a)  d = Concat <axis = 1> (a, x) }""")
-    assert evidence.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
+    assert net_evidence.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
 
 
 def test_depth_counts_layers():
@@ -181,12 +181,12 @@ def normalized():
 
 def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones():
     model, data = normalized()
-    (fit,) = evidence.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
+    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
     assert fit.misfit < 0.01
     real = swept(model, [{"x": data}])
-    weak = evidence.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
+    weak = net_evidence.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
     assert weak[0].misfit > 0.4
-    predicted = evidence.predicted_ranges(model, weak, evidence.hard_bounds(model))
+    predicted = net_evidence.predicted_ranges(model, weak, net_evidence.hard_bounds(model))
     for name in "yz":
         np.testing.assert_allclose(predicted[name], real.range_of(name), rtol=1e-3)
 
@@ -196,17 +196,17 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones():
 )
 def test_a_leaky_relu_shortens_what_is_negative(found, wanted):
     model = planning.parse("g (float[1] y) => (float[1] z) { z = LeakyRelu <alpha = 0.1> (y) }")
-    fit = evidence.BatchNormFit("bn", "y", 0.0, found)
-    assert evidence.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
+    fit = net_evidence.BatchNormFit("bn", "y", 0.0, found)
+    assert net_evidence.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
 
 
 def test_dead_channels_and_models_without_statistics():
     model, data = normalized()
     data[:, 0] = 1.0
-    (fit,) = evidence.fit_batch_norms(model, [{"x": data}])
+    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data}])
     assert np.isfinite(fit.range).all()
-    assert evidence.fit_batch_norms(models.conv_relu_chain(2), []) == ()
-    assert evidence.fit_batch_norms(model, []) == ()
+    assert net_evidence.fit_batch_norms(models.conv_relu_chain(2), []) == ()
+    assert net_evidence.fit_batch_norms(model, []) == ()
 
 
 FLAT = planning.parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-9}, float three = {3}> {
@@ -218,7 +218,7 @@ FLAT = planning.parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-
     *((model, 6, {}) for model in (edges(), models.residual_block(), models.mlp(), models.two_input_detector())),
 ])  # fmt: skip
 def test_an_output_that_does_not_depend_on_the_sample(model, samples, expected):
-    assert evidence.silent_outputs(model, models.feeds(model, samples)) == expected
+    assert net_evidence.silent_outputs(model, models.feeds(model, samples)) == expected
 
 
 def test_the_report_says_do_not_ship(tmp_path):

@@ -16,7 +16,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement import constraints, eligibility, planner
 from kenosis_ort.plan import EdgeRole, How, PlacementOptions, PlacementPlan
 from kenosis_ort.targets import TARGETS
-from kenosis_ort.targets.table import Role as TargetRole
+from kenosis_ort.targets.vocabulary import Role as TargetRole
 from tests import models, planning
 from tests.processor import ARM, NO_VNNI, VNNI
 

@@ -8,7 +8,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from kenosis_ort.graph.qdq import annotate
-from kenosis_ort.targets.table import DataTypes
+from kenosis_ort.targets.vocabulary import DataTypes
 from tests import models, planning
 
 DOMAIN = "qonnx.custom_op.general"

@@ -9,7 +9,7 @@ from kenosis_ort.formats import runtime_form, tensors
 from kenosis_ort.formats.integer_bias import IntegerLayer, Outputs, carry_pairs, fit
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
-from kenosis_ort.targets.table import DataTypes
+from kenosis_ort.targets.vocabulary import DataTypes
 from kenosis_ort.verify import check_bias_alignment, verify_fusion
 from tests.formats.qonnx import X86, Net, conv_net, draw, operators, run, same
 

@@ -172,7 +172,7 @@ BREAKS = (
     Break("rewrite/pools.py", "zeros >= size for", "zeros > size for", "contracts/test_rewrites.py"),
     Break("weights/block_model.py", "-errors[name] / sizes[name]", "-errors[name]", "weights/test_blocks.py"),
     Break("calibration/computed_feeds.py", "while going and", "while", "calibration/test_computed_feeds.py"),
-    Break("calibration/synthetic/evidence.py", "gamma * e, gamma * f)", "gamma * e, gamma * e)",
+    Break("calibration/synthetic/net_evidence.py", "gamma * e, gamma * f)", "gamma * e, gamma * e)",
           "calibration/test_trust.py"),
     Break("calibration/trust.py", "if measured[1] <= 0:", "if False:", "calibration/test_trust.py"),
     Break("placement/absorption.py", "or view.is_output(value) or str(", "or str(", "placement/test_absorption.py"),

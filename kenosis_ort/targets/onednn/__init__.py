@@ -24,12 +24,12 @@ from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.plan import PlacementOptions
 from kenosis_ort.rewrite.rule import Editor, rule
 from kenosis_ort.runtime.machine import has_matrix_tiles
-from kenosis_ort.targets import table
+from kenosis_ort.targets import vocabulary
 from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.openvino_proof import missing, open_runner, prove
 from kenosis_ort.targets.prefix import leave_prefix_float
-from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role
+from kenosis_ort.targets.vocabulary import WEIGHTED, DataTypes, Requirement, Role
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
@@ -126,40 +126,40 @@ STEM: Final = "stem of a mobile net, few channels and then depthwise: int8 loses
 """Why such a stem stays float: `onednn-float-stem` says at what price."""
 
 RULES: Final = (
-    table.rule("onednn-conv", "Conv", Role.ANCHOR,
+    vocabulary.rule("onednn-conv", "Conv", Role.ANCHOR,
         "Conv with dequantized data and int8 weights runs on int8, with its whole epilogue, and writes bytes or float",
         requires=WEIGHTED),
-    table.rule("onednn-linear", "Gemm MatMul", Role.ANCHOR,
+    vocabulary.rule("onednn-linear", "Gemm MatMul", Role.ANCHOR,
         "a linear layer with int8 weights runs on int8, with bias and epilogue, and writes bytes or float",
         requires=(*WEIGHTED, Requirement.UNIT_ALPHA, Requirement.NO_TRANS_A, Requirement.WEIGHT_RANK_2)),
-    table.rule("onednn-residual", "Add", Role.BINARY,
+    vocabulary.rule("onednn-residual", "Add", Role.BINARY,
         "Q on both inputs of a residual Add, none between it and its Relu (3.5x; without Q on the branch 3 Adds more)",
         data_inputs=None, requires=(Requirement.NO_CONSTANT,)),
-    table.rule("onednn-mul", "Mul", Role.BINARY,
+    vocabulary.rule("onednn-mul", "Mul", Role.BINARY,
         "a product of two values reads and writes bytes in one pass", data_inputs=None,
         requires=(Requirement.NO_CONSTANT,)),
-    table.rule("onednn-concat", "Concat", Role.CONCAT,
+    vocabulary.rule("onednn-concat", "Concat", Role.CONCAT,
         "Concat of values of one scale moves bytes; of several, each is requantized in a pass of its own",
         data_inputs=None),
-    table.rule("onednn-average-pool", "GlobalAveragePool AveragePool", Role.UNARY,
+    vocabulary.rule("onednn-average-pool", "GlobalAveragePool AveragePool", Role.UNARY,
         "an average pool reads and writes bytes; without Q behind it the Conv behind it runs in float"),
-    table.rule("onednn-moves",
+    vocabulary.rule("onednn-moves",
         "MaxPool Reshape Transpose Flatten Squeeze Unsqueeze DepthToSpace SpaceToDepth Slice Split "
         "Gather Expand Tile", Role.PASS_THROUGH,
         "operators that move bytes keep the scale; a Q behind them would requantize in a pass of its own"),
-    table.rule("onednn-resize", "Resize", Role.PASS_THROUGH,
+    vocabulary.rule("onednn-resize", "Resize", Role.PASS_THROUGH,
         "Resize moves bytes in nearest mode", requires=(Requirement.RESIZE_NEAREST,)),
-    table.rule("onednn-epilogue", EPILOGUE, Role.ACTIVATION,
+    vocabulary.rule("onednn-epilogue", EPILOGUE, Role.ACTIVATION,
         "an activation is part of the kernel before it; with Q in between it is a pass of its own (2.8x for 2.4x)"),
-    table.rule("onednn-float-activations",
+    vocabulary.rule("onednn-float-activations",
         "HardSigmoid Softplus Exp Log Erf Selu Celu ThresholdedRelu Softsign Swish QuickGelu "
         "FastGelu BiasGelu Reciprocal Pow Min Max Sum Mean Sub Div", Role.ISLAND,
         "these are float passes of their own between integer kernels", data_inputs=None),
-    table.rule("onednn-float-passes",
+    vocabulary.rule("onednn-float-passes",
         "ReduceMean ReduceMax ReduceSum GlobalMaxPool Pad Identity Dropout Cast LRN "
         "BatchNormalization ConvTranspose", Role.ISLAND,
         "these run in float between dequantize and quantize; ConvTranspose is float whatever its types"),
-    table.rule("onednn-float",
+    vocabulary.rule("onednn-float",
         "LayerNormalization InstanceNormalization GroupNormalization SimplifiedLayerNormalization "
         "RMSNormalization SkipLayerNormalization LpNormalization MeanVarianceNormalization Softmax "
         "LogSoftmax LSTM GRU RNN Attention MultiHeadAttention Einsum TopK Where", Role.FLOAT,

@@ -159,7 +159,7 @@ HEAVY_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
 _BYTE_OPS: Final = frozenset({"Identity", "Dropout", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast"})
 
 
-class KernelMap:
+class OpenVinoMap:
     """The assignment for one model.
 
     Args:
@@ -302,7 +302,7 @@ def report_of(
         plan: The plan behind the model, if there is one.
         version: OpenVINO's.
     """
-    assignment = KernelMap(graph, found)
+    assignment = OpenVinoMap(graph, found)
     within: dict[int, list[str]] = {}
     for node in graph.nodes:
         owner = assignment.owner_of(node)
@@ -321,7 +321,11 @@ def report_of(
 
 
 def _report(
-    node: SourceNode, graph: SourceGraph, assignment: KernelMap, plan: PlacementPlan | None, absorbed: tuple[str, ...]
+    node: SourceNode,
+    graph: SourceGraph,
+    assignment: OpenVinoMap,
+    plan: PlacementPlan | None,
+    absorbed: tuple[str, ...],
 ) -> proof.KernelReport:
     kernel, owner = assignment.executed(node), assignment.owner_of(node)
     why, into = proof.UNEXPLAINED, None

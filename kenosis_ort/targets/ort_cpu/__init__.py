@@ -25,7 +25,7 @@ from kenosis_ort.targets.ort_cpu.rules import (
 )
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, PROFILES, open_runner, opener, with_matrix_products
 from kenosis_ort.targets.prefix import leave_prefix_float
-from kenosis_ort.targets.table import DataTypes
+from kenosis_ort.targets.vocabulary import DataTypes
 
 ORT_CPU: Final = Target(
     name="ort-cpu",

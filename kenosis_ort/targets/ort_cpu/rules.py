@@ -31,7 +31,7 @@ from kenosis_ort.runtime.limits import fact_of_processor
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import Placed
-from kenosis_ort.targets.table import WEIGHTED, DataTypes, NodeClass, Requirement, Role, rule
+from kenosis_ort.targets.vocabulary import WEIGHTED, DataTypes, NodeClass, Requirement, Role, rule
 
 _log = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ from kenosis_ort.targets.ort_cpu.reasons import clip_bounds
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, work_of as cpu_work_of
 from kenosis_ort.targets.profile import HostProfile, Work
 from kenosis_ort.targets.proof import FusionReport, refuse_libraries
-from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.vocabulary import DataTypes, Requirement, Role, rule
 
 VARIABLE: Final = "KENOSIS_ORT_WEB"
 _PACKAGE: Final = "onnxruntime-web"

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.qnn.htp_proof import missing, prove
-from kenosis_ort.targets.table import WEIGHTED, DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.vocabulary import WEIGHTED, DataTypes, Requirement, Role, rule
 
 _WHY_NOT: Final = missing()
 
