@@ -45,6 +45,10 @@ FLOAT = {
     "a sum goes to the Conv that adds it": (
         f"c = {CONV} (x, w, b) d = {CONV} (x, v, b) a = Add (c, d) y = Relu (a)",
         f"c: {NCHWC}, d: {NCHWC}, a: in ([cd]), y: in \\1"),
+    "be it not the last one in the file": (
+        (f"c = {CONV} (x, w, b) e = Relu (c) d = {CONV} (e, v, b) g = {CONV} (x, v, b) a = Add (d, g) r = Relu (a) "
+         f"y = {CONV} (r, w, b)"),
+        f"c: {NCHWC}, e: in c, d: {NCHWC}, g: {NCHWC}, a: in d, r: in d, y: {NCHWC}"),
     "a norm that is written in arithmetic": (
         ("m = ReduceMean <axes = [-1]> (k) d = Sub (k, m) p = Pow (d, two) q = ReduceMean <axes = [-1]> (p) a = Add "
          "(q, tiny) r = Sqrt (a) n = Div (d, r) f = Mul (n, b) y = Add (f, s)"),
