@@ -147,14 +147,12 @@ def read_model(
         check_nodes(model)
         to_channels_first(model)
         reference = spell_out(model)
-        check_runtime_loads(reference, None, loaded.name, custom_op_libraries=custom_op_libraries)
+        check_runtime_loads(LoadedModel(reference, None, loaded.name), custom_op_libraries)
     else:
         check_nodes(model)  # none in bodies either
         drop_imports(model, DOMAINS)
         reference = loaded.proto
-        check_runtime_loads(
-            reference, loaded.path, loaded.name, is_split=loaded.is_split, custom_op_libraries=custom_op_libraries
-        )
+        check_runtime_loads(loaded, custom_op_libraries)
     _prepare(model, keep_defaults=kind != "qonnx")
     if kind == "qonnx":
         types = value_types(spell_out(model))

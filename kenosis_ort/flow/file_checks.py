@@ -1,6 +1,5 @@
 """Checks of the files of a call: none that is written is read as well, and the written one loads in a fresh session."""
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.verify import check_bias_alignment
 
-_log = logging.getLogger(__name__)
 _REPORT = "report this as a bug, if you can with the model; recipe='plain' may avoid it"
 
 
@@ -36,8 +34,8 @@ def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
 def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     """Loads the written file in a fresh session; one that stock onnxruntime does not load is checked alone.
 
-    The runtime's load time grows with the square of the depth. A huge model that the fusion proof has loaded in
-    pieces is not loaded once more but checked for consistency; one without a proof is loaded unoptimized.
+    The runtime's load time grows with the square of the depth: a huge model, which the fusion proof has loaded in
+    pieces if at all, is loaded unoptimized.
 
     Args:
         path: The file.
@@ -47,16 +45,13 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     Raises:
         VerificationError: The runtime refuses it.
     """
-    if pieces <= 1 and request.target.loads_in_ort:
+    if request.target.loads_in_ort:
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=pieces == 1)
         return
     try:
         onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
-        _log.info("not consistent to the letter: %s", error)
-        if not request.target.loads_in_ort:
-            raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
-        open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
+    except onnx.checker.ValidationError as error:
+        raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
 
 
 OUTPUT = "the output"

@@ -80,7 +80,7 @@ class Export(Edits):
         """The model, as the tools take it."""
         self.remove_unread(lambda node: node.op_type in ("QuantizeLinear", "Clip"))
         model = self.write()
-        keep = {node.domain for node in all_nodes(model)} | {f.domain for f in model.functions} | set(MAIN_DOMAINS)
+        keep = {node.domain for node in all_nodes(model)} | set(MAIN_DOMAINS)
         replace_entries(model, "opset_import", [entry for entry in model.opset_import if entry.domain in keep])
         _spell_windows(model)
         _declare_once(model)

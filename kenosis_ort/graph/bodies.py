@@ -80,7 +80,7 @@ def take_out(
             captured.append(name)
     if any(name not in types for name in captured):
         return None
-    made = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    made = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     made.graph.CopyFrom(body)
     made.graph.name = body.name or "body"
     for name in captured:
@@ -129,7 +129,6 @@ class Opened:
             if tensor.name in body.constants:  # a rewrite changed its copy of what others read as well
                 renamed[tensor.name] = reserve_name(tensor.name, self._taken)
             made.initializer.append(tensor)
-        made.sparse_initializer.extend(changed.graph.sparse_initializer)
         for name in sorted(all_names(made) - before - renamed.keys()):
             renamed[name] = reserve_name(name, self._taken)
         rename_all(made, renamed)

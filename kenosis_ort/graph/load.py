@@ -105,8 +105,7 @@ def load_model(
         return source
     loaded = _loaded(source, lazily=lazily)
     if ask_runtime:
-        given = loaded.proto, loaded.path, loaded.name
-        check_runtime_loads(*given, is_split=loaded.is_split, custom_op_libraries=custom_op_libraries)
+        check_runtime_loads(loaded, custom_op_libraries)
         limits = runtime_limits()
         if loaded.proto.ir_version > limits.max_ir:  # newer releases of onnx write it unasked
             note = fit_ir_version(loaded.proto, max_ir=limits.max_ir)
@@ -309,39 +308,29 @@ _OLDEST_KERNELS: Final = 7
 """The runtime has no kernels for some operators of older sets, which preparation converts."""
 
 
-def check_runtime_loads(
-    proto: onnx.ModelProto,
-    path: Path | None,
-    name: str,
-    *,
-    is_split: bool = False,
-    custom_op_libraries: Sequence[str] = (),
-) -> None:
+def check_runtime_loads(loaded: LoadedModel, custom_op_libraries: Sequence[str] = ()) -> None:
     """Has the runtime load a model.
 
     What preparation mends by itself is no reason for a refusal: node names used twice, an IR version or operator set
     newer than the runtime's, operators of sets so old that it has no kernels for them, shapes in external data.
 
     Args:
-        proto: The model with all data in memory; not changed.
-        path: Its file, None if there is none.
-        name: What messages call it.
-        is_split: Whether the file refers to external data.
+        loaded: The model; not changed.
         custom_op_libraries: Libraries with custom operators to register.
 
     Raises:
         ModelLoadError: The runtime refuses the model.
     """
-    refusal = _refusal(path or proto, custom_op_libraries)
-    if refusal is None or _lacks_kernels_only(refusal, proto):
+    refusal = _refusal(loaded.path or loaded.proto, custom_op_libraries)
+    if refusal is None or _lacks_kernels_only(refusal, loaded.proto):
         return
-    mended = _mended(proto, is_split=is_split)
+    mended = _mended(loaded)
     if mended is not None and _refusal(mended, custom_op_libraries) is None:
-        _log.info("%s: the runtime loads it after small repairs only (%s)", name, refusal)
+        _log.info("%s: the runtime loads it after small repairs only (%s)", loaded.name, refusal)
         return
     raise ModelLoadError(
         f"The runtime refuses the model: {' '.join(str(refusal).split())[:_REFUSAL_LIMIT]}",
-        where=name,
+        where=loaded.name,
         fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
     ) from refusal
 
@@ -361,13 +350,13 @@ def _lacks_kernels_only(refusal: BaseException, proto: onnx.ModelProto) -> bool:
     return type(refusal).__name__ == "NotImplemented" and 0 < opset_of(proto) < _OLDEST_KERNELS
 
 
-def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None:
+def _mended(loaded: LoadedModel) -> onnx.ModelProto | None:
     """A copy with unique node names and a header that the runtime reads; None where nothing would differ."""
     limits = runtime_limits()
-    copy = outside.copy_model(proto)
+    copy = outside.copy_model(loaded.proto)
     changed = bool(name_nodes(copy).duplicates) or copy.ir_version > limits.max_ir
     copy.ir_version = min(copy.ir_version, limits.max_ir)
     for entry in copy.opset_import:
         if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
             entry.version, changed = limits.max_opset, True
-    return copy if changed or is_split else None
+    return copy if changed or loaded.is_split else None

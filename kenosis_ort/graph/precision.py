@@ -7,8 +7,8 @@ at the edges. Casts between the two types inside become Identity. A type in whic
 double does where a float32 model works out indices with it.
 
 Nodes that need the very type keep it between Casts of their own: custom operators, what turns numbers into text, and
-operators that know no float32. A model is left alone where that is not possible: such nodes inside bodies or functions,
-and inputs or outputs that are no tensors.
+operators that know no float32. A model is left alone where that is not possible: such nodes inside bodies, and inputs
+or outputs that are no tensors. Functions and sparse constants are gone by then (`graph.canonical`).
 """
 
 import logging
@@ -44,7 +44,7 @@ def compute_in_float32(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, 
     """The model computed in float32 where its layers compute in another floating type.
 
     Args:
-        model: The model, its nodes named, its types inferred; not changed.
+        model: The model, canonical, its types inferred; not changed.
 
     Returns:
         The converted model, None where nothing is to be done or it cannot be; a note, None where nothing is to be done.
@@ -66,10 +66,8 @@ def compute_in_float32(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, 
 
 def _mentions(model: onnx.ModelProto) -> Iterator[bool]:
     """Yields for tensors, declared values and attributes whether they are of another floating type."""
-    for graph in (*walk.all_graphs(model.graph), *walk.all_graphs_of_functions(model)):
-        yield from (tensor.data_type in _OTHERS for tensor in graph.initializer)
-        yield from (sparse.values.data_type in _OTHERS for sparse in graph.sparse_initializer)
     for graph in walk.all_graphs(model.graph):
+        yield from (tensor.data_type in _OTHERS for tensor in graph.initializer)
         for value in (*graph.input, *graph.output):
             yield any(t.elem_type in _OTHERS for t in _tensor_types(value.type))
     for node in walk.all_nodes(model):
@@ -116,7 +114,6 @@ class _Conversion:
         self._source = model
         self._converted = converted
         self._types = dict(types)
-        self._functions = {(f.domain, f.name): _type_parameters(f) for f in model.functions}
         self._taken = walk.all_names(model)
 
     def run(self) -> onnx.ModelProto:
@@ -126,8 +123,7 @@ class _Conversion:
             _NotConvertibleError: It has to keep its type.
         """
         source = self._source
-        inner = (*walk.all_graphs(source.graph)[1:], *walk.all_graphs_of_functions(source), *source.functions)
-        for node in (node for owner in inner for node in owner.node):
+        for node in (node for body in walk.all_graphs(source.graph)[1:] for node in body.node):
             if self._is_bound(node):
                 raise _NotConvertibleError(f"'{node.name or node.op_type}' in a body or function needs the type")
         bound = {node.name for node in source.graph.node if self._is_bound(node)}
@@ -142,14 +138,11 @@ class _Conversion:
         _rename(graph, {**inputs, **outputs})
         self._types.update({new: self._types.get(old, 0) for old, new in (*inputs.items(), *outputs.items())})
         self._store_weights(graph, inputs, outputs)
-        for nested in (*walk.all_graphs(graph), *walk.all_graphs_of_functions(model)):
+        for nested in walk.all_graphs(graph):
             self._convert_values(nested, outermost=nested is graph)
         for node in walk.all_nodes(model):
             if node.name not in bound:
                 self._convert_node(node)
-        for function in model.functions:
-            for value in function.value_info:
-                self._convert_type(value.type)
         self._put_casts(graph, inputs, outputs, bound)
         return model
 
@@ -169,8 +162,6 @@ class _Conversion:
 
     def _is_bound(self, node: onnx.NodeProto) -> bool:
         """Whether a node needs the very types that it has."""
-        if (node.domain, node.op_type) in self._functions:
-            return False
         kinds = {self._types.get(name, 0) for name in (*node.input, *node.output) if name}
         if node.domain not in _OPEN_DOMAINS or node.op_type in _BOUND:
             return not kinds.isdisjoint({0, *self._converted})  # 0: not known, as often in bodies
@@ -198,21 +189,16 @@ class _Conversion:
             self._convert_type(value.type)
         for tensor in () if outermost else graph.initializer:
             tensor.CopyFrom(self._tensor(tensor))
-        for sparse in graph.sparse_initializer:
-            sparse.values.CopyFrom(self._tensor(sparse.values))
 
     def _convert_node(self, node: onnx.NodeProto) -> None:
         """Changes the types that a node's attributes name or hold; a Cast between floating types becomes Identity."""
-        named = self._functions.get((node.domain, node.op_type), _TYPE_ATTRIBUTES)
         for attribute in node.attribute:
-            if attribute.name in named and attribute.i in self._converted:
+            if attribute.name in _TYPE_ATTRIBUTES and attribute.i in self._converted:
                 attribute.i = FLOAT
             elif attribute.HasField("t"):
                 attribute.t.CopyFrom(self._tensor(attribute.t))
             elif attribute.HasField("tp"):
                 self._convert_type(attribute.tp)
-            elif attribute.HasField("sparse_tensor"):
-                attribute.sparse_tensor.values.CopyFrom(self._tensor(attribute.sparse_tensor.values))
         copies = node.op_type == "Cast" and walk.attribute_int(node, "to", 0) == FLOAT
         if copies and self._types.get(node.input[0], 0) in {FLOAT, *self._converted}:
             node.op_type = "Identity"
@@ -281,12 +267,6 @@ class _Conversion:
 
     def _cast(self, source: str, target: str, to: int) -> onnx.NodeProto:
         return onnx.helper.make_node("Cast", [source], [target], name=self._fresh(f"{target}_Cast"), to=to)
-
-
-def _type_parameters(function: onnx.FunctionProto) -> frozenset[str]:
-    """The attributes of a function that name types, because a node of its body hands them to one that does."""
-    given = (attribute for node in function.node for attribute in node.attribute if attribute.name in _TYPE_ATTRIBUTES)
-    return _TYPE_ATTRIBUTES | {attribute.ref_attr_name for attribute in given if attribute.ref_attr_name}
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:

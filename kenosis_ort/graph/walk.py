@@ -89,7 +89,8 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
 def all_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     """Every tensor stored in the model: initializers, sparse ones and attributes, at any depth."""
     tensors, sparse = list[onnx.TensorProto](), list[onnx.SparseTensorProto]()
-    for graph in (*all_graphs(model.graph), *all_graphs_of_functions(model)):
+    inner = (node for function in model.functions for node in nodes_within(function.node))
+    for graph in (*all_graphs(model.graph), *(body for node in inner for body in subgraphs(node))):
         tensors += graph.initializer
         sparse += graph.sparse_initializer
     for node in all_nodes(model):
@@ -103,12 +104,6 @@ def all_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
             elif attribute.type == onnx.AttributeProto.SPARSE_TENSORS:
                 sparse += attribute.sparse_tensors
     return [*tensors, *(part for each in sparse for part in (each.values, each.indices))]
-
-
-def all_graphs_of_functions(model: onnx.ModelProto) -> list[onnx.GraphProto]:
-    """Every body nested in model-local functions."""
-    nodes = (node for function in model.functions for node in function.node)
-    return [graph for node in nodes for body in subgraphs(node) for graph in all_graphs(body)]
 
 
 def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
@@ -167,15 +162,12 @@ def reserve_name(base: str, taken: set[str]) -> str:
 
 
 def all_names(owner: onnx.ModelProto | onnx.GraphProto) -> set[str]:
-    """The names of all nodes and values of a model or graph, those in bodies and functions too."""
-    is_model = isinstance(owner, onnx.ModelProto)
+    """The names of all nodes and values of a canonical model or a graph, those in bodies too."""
     names: set[str] = set()
-    for graph in all_graphs(owner.graph if is_model else owner):
+    for graph in all_graphs(owner.graph if isinstance(owner, onnx.ModelProto) else owner):
         names.update(v.name for v in (*graph.input, *graph.output, *graph.value_info, *graph.initializer))
         names.update(sparse.values.name for sparse in graph.sparse_initializer)
         names.update(name for node in graph.node for name in (node.name, *node.input, *node.output))
-    for function in owner.functions if is_model else ():
-        names.update(name for node in function.node for name in (node.name, *node.input, *node.output))
     return names - {""}
 
 

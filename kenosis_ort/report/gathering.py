@@ -50,7 +50,6 @@ def sketch_graph(model: onnx.ModelProto) -> GraphSketch:
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    constants.update({t.values.name: t.values for t in graph.sparse_initializer})
     inputs = tuple(value.name for value in graph.input if value.name not in constants)
     known = {*inputs, *(name for node in graph.node for name in node.output if name)}
     types = value_types(model)

@@ -218,7 +218,6 @@ def _inline(editor: Editor) -> list[str]:
             nodes.append(node)
             continue
         graph.initializer.extend(branch.initializer)
-        graph.sparse_initializer.extend(branch.sparse_initializer)
         nodes += branch.node
         for value, output in zip(branch.output, node.output, strict=True):
             if output:
