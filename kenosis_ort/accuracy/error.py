@@ -172,6 +172,7 @@ class Deviations:
         signals: Signals | None = None,
     ) -> None:
         self._uses = find_uses(reference) if uses is None else uses
+        self._count = len(reference)
         known: Signals = {} if signals is None else signals
         measured: dict[str, list[_Parts | None]] = {name: [] for name in self._uses}
         for number, (actual, expected) in enumerate(zip(outputs, reference, strict=True)):
@@ -187,6 +188,10 @@ class Deviations:
         """
         found = self.by_output(without=without)
         return float(np.mean(list(found.values()))) if found else 0.0
+
+    def errors_without_each(self) -> tuple[float, ...]:
+        """The error without each of the samples in turn; empty for a single one."""
+        return tuple(self.error(without=number) for number in range(self._count if self._count > 1 else 0))
 
     def by_output(self, *, without: int | None = None) -> dict[str, float]:
         """The error of each floating-point output, as `output_error`; constant outputs are left out.

@@ -382,7 +382,8 @@ class Sender:
                 for at, t in enumerate(model.graph.initializer)
                 if _goes_apart(t)
             }
-            head = pickle.dumps((copy_without_weights(model, _goes_apart).SerializeToString(), weights))
+            rest = copy_without_weights(model, {name for name, *_ in weights.values()})
+            head = pickle.dumps((rest.SerializeToString(), weights))
             digest = self._put(head)
             known = model, digest, frozenset({digest, *(content for *_, content in weights.values())})
             self._models[id(model)] = known

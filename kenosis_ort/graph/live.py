@@ -346,7 +346,7 @@ class LiveGraph(GraphView):
             return self.proto
         self.settle()
         if self._copied:
-            self.proto = copy_without_weights(self.proto, lambda _: True)
+            self.proto = copy_without_weights(self.proto)
             self._stored_nodes = dict(zip(self._stored_nodes, self.proto.graph.node, strict=True))
             self._copied = False
         graph, stored = self.proto.graph, self.graph.initializers

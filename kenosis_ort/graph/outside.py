@@ -215,9 +215,9 @@ def copy_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     return _copied(proto, lambda tensor: tensor)
 
 
-def copy_without_weights(proto: onnx.ModelProto, drop: Callable[[onnx.TensorProto], bool]) -> onnx.ModelProto:
-    """A deep copy of a model, leaving out the main graph's initializers for which ``drop`` is true."""
-    return _copied(proto, lambda tensor: None if drop(tensor) else tensor)
+def copy_without_weights(proto: onnx.ModelProto, dropped: Collection[str] | None = None) -> onnx.ModelProto:
+    """A deep copy of a model, leaving out the main graph's initializers of these names; None for all of them."""
+    return _copied(proto, lambda tensor: None if dropped is None or tensor.name in dropped else tensor)
 
 
 def _copied(proto: onnx.ModelProto, stored: Callable[[onnx.TensorProto], onnx.TensorProto | None]) -> onnx.ModelProto:
@@ -337,7 +337,7 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
     Raises:
         OSError: The file cannot be written.
     """
-    shell = copy_without_weights(proto, lambda _: True)
+    shell = copy_without_weights(proto)
     with data_path.open("wb") as data:
         for tensor in proto.graph.initializer:
             if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
@@ -365,9 +365,9 @@ def with_weights_on_disk(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelP
     Raises:
         OSError: The file cannot be written.
     """
-    shell = copy_without_weights(proto, lambda tensor: not is_outside(tensor))
     rest = onnx.ModelProto()
     rest.graph.initializer.extend(t for t in proto.graph.initializer if not is_outside(t))
+    shell = copy_without_weights(proto, {tensor.name for tensor in rest.graph.initializer})
     for tensor in write_external_data(rest, data_path).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _, offset, length = _place(tensor)

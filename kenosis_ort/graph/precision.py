@@ -127,7 +127,7 @@ class _Conversion:
             if self._is_bound(node):
                 raise _NotConvertibleError(f"'{node.name or node.op_type}' in a body or function needs the type")
         bound = {node.name for node in source.graph.node if self._is_bound(node)}
-        model = copy_without_weights(source, lambda _: True)
+        model = copy_without_weights(source)
         graph = model.graph
         inputs = {value.name: self._fresh(f"{value.name}_float32") for value in graph.input if self._at_edge(value)}
         outputs = {

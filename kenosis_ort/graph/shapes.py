@@ -119,15 +119,13 @@ def rank_in(types: Mapping[str, onnx.TypeProto], name: str) -> int | None:
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    def large(tensor: onnx.TensorProto) -> bool:
-        return bool(math.prod(tensor.dims) > _MOST_ELEMENTS)
-
+    large = {t.name: t for t in model.graph.initializer if math.prod(t.dims) > _MOST_ELEMENTS}
     skeleton = copy_without_weights(model, large)
     listed = {value.name for value in skeleton.graph.input}
     skeleton.graph.input.extend(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        for tensor in model.graph.initializer
-        if large(tensor) and tensor.name not in listed
+        onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+        for name, tensor in large.items()
+        if name not in listed
     )
     return skeleton
 

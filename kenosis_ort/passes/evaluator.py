@@ -169,11 +169,10 @@ class Evaluator:
         cuts = self._cuts(outputs)
         reference = list(_parts(self.reference, cuts))
         signals = self._signals.setdefault(tuple(cuts), {})
-        found = Deviations(_parts(outputs, cuts), reference, uses=self._uses, signals=signals)
-        without = tuple(found.error(without=i) for i in range(len(reference) if len(reference) > 1 else 0))
+        found = Deviations(list(_parts(outputs, cuts)), reference, uses=self._uses, signals=signals)
         pairs = zip(outputs, self.reference, strict=True)
         scored = None if self._metric is None else self._metric.score(pairs, numbers(self.feeds))
-        return Score(found.error(), without, scored)
+        return Score(found.error(), found.errors_without_each(), scored)
 
     @cached_property
     def _signals(self) -> dict[tuple[int, ...], Signals]:
