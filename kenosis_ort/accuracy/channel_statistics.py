@@ -53,8 +53,8 @@ def channel_statistics(
     Args:
         proto: The float model, shapes inferred. Not changed.
         feeds: Samples or batches of them; iterated once for up to 500 values.
-        values: Values that nodes of the main graph compute, with the axis of their channels (1 if only names are
-            given; negative counts from the end). Axis 0 is the batch.
+        values: Inputs of the main graph and values that its nodes compute, with the axis of their channels (1 if only
+            names are given; negative counts from the end). Axis 0 is the batch.
         custom_op_libraries: Shared libraries of custom operators to register.
 
     Returns:
@@ -66,7 +66,7 @@ def channel_statistics(
     # The values that can be observed, with their axis counted from the first.
     axes = dict(values) if isinstance(values, Mapping) else dict.fromkeys(values, 1)
     ranks = float_ranks(proto)
-    made = {name for node in proto.graph.node for name in node.output if name}
+    made = {name for node in proto.graph.node for name in node.output if name} | {v.name for v in proto.graph.input}
     for name in axes:
         if name not in made:
             raise CalibrationError(
@@ -150,9 +150,9 @@ def _statistics(joined: Sequence[Float64], *, reduced: bool) -> ChannelStatistic
 
 
 def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
-    """The ranks of the values that nodes compute and that are known to be float32 tensors."""
+    """The ranks of the values that are known to be float32 tensors and no constants."""
     ranks = {}
-    for value in (*proto.graph.value_info, *proto.graph.output):
+    for value in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
         tensor = value.type.tensor_type
         if tensor.elem_type == onnx.TensorProto.FLOAT and tensor.HasField("shape"):
             ranks[value.name] = len(tensor.shape.dim)

@@ -73,10 +73,10 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
     if request.op_types_named and not types & set(request.op_types):
         fix = f"the model has {sorted(types)}."
         complaints.append(_unknown("op_types_to_quantize", request.op_types[0], "operator", types, fix=fix))
-    options, unknown_tensors = _fit_overrides(proto, request)
+    options, ignored = _fit_overrides(proto, request)
     named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
     others = (node.op_type for node in proto.graph.node if node.name not in named)
-    complaints += unknown_tensors
+    complaints += ignored
     return replace(
         request,
         extra_options=options,
@@ -87,25 +87,38 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
 
 
 def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[str, Any], list[str]]:
-    """The extra options without overrides of tensors that the model does not have, and the complaints."""
+    """The extra options with overrides as they are read, and complaints of what is ignored in them.
+
+    Raises:
+        OptionError: They make no sense, or name a tensor that the model does not have.
+    """
     overrides = request.extra_options.get(_OVERRIDES)
     if not overrides or request.is_stock:
         return request.extra_options, []
     if not isinstance(overrides, Mapping):
         raise OptionError(f"{_OVERRIDES} is no dictionary", where="extra_options", fix="lists by tensor name")
     known = {name for node in proto.graph.node for name in (*node.input, *node.output) if name}
-    types = {n.op_type for n in proto.graph.node}
+    types, nodes = {n.op_type for n in proto.graph.node}, {n.name for n in proto.graph.node}
     anchors = {t for t in types if any(rule.role is Role.ANCHOR for rule in request.target.rules_of(t))}
     weights = {n.input[1] for n in proto.graph.node if len(n.input) > 1 and n.op_type in anchors}
     weights &= {tensor.name for tensor in proto.graph.initializer}
     complaints = []
-    read = {}
-    for name, entries in overrides.items():
-        if name in known:
-            read[name] = stock.read_override(name, entries, proto, request.activation_type)
-            _serve_override(request.target, name, read[name], weight=name in weights)
-        else:
-            complaints.append(_unknown(_OVERRIDES, name, "tensor", known, where="extra_options"))
+    read = dict[str, Any]()
+    for name, given in overrides.items():
+        if name not in known:
+            raise OptionError(
+                f"{_OVERRIDES} names '{name}', which is no tensor of the model.{did_you_mean(name, known)}",
+                where="extra_options",
+                fix="use tensor names as in the model",
+            )
+        entries = stock.read_override(name, given, proto, request.activation_type, request.weight_type)
+        _serve_override(request.target, name, entries, weight=name in weights)
+        read |= {name: entries} if entries else {}
+        for entry in (part for each in entries for part in (each, each.get("convert") or {})):
+            words = [str(word) for word in entry if word not in stock.OVERRIDE_KEYS]
+            complaints += [_unknown(_OVERRIDES, word, "setting", stock.OVERRIDE_KEYS) for word in words]
+            others = [node for node in entry.get("recv_nodes", ()) if node not in nodes]
+            complaints += [_unknown(_OVERRIDES, node, "node", nodes) for node in others]
     return {**request.extra_options, _OVERRIDES: read}, complaints
 
 

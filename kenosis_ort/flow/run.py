@@ -66,9 +66,12 @@ def defect(call: Call, error: Exception) -> Exception:
             open_session(call.loaded.as_it_came, custom_op_libraries=call.request.custom_op_libraries)
         except errors.VerificationError as refusal:  # the float model loads unoptimized alone
             return errors.ModelLoadError(refusal.what, where=call.loaded.name, fix=refusal.fix)
-        if (why := call.request.stock_reason) is not None:
+        why = call.request.stock_reason
+        if why is not None or call.request.needs_wide_types:
+            asked = "types of other than 8 bits, or scales by block, were asked for"
+            made = asked if why is None else f"ONNX Runtime's own quantizer made it: {why}"
             return errors.VerificationError(
-                f"{error.what}; ONNX Runtime's own quantizer made it: {why}",
+                f"{error.what}; {made}",
                 where=call.loaded.name,
                 fix="leave out the option that asks for it, or update onnxruntime",
             )

@@ -20,6 +20,7 @@ from onnxruntime.quantization.quantize import check_static_quant_arguments as ch
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
+from kenosis_ort.checks import real, whole
 from kenosis_ort.errors import OptionError
 
 QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
@@ -27,13 +28,21 @@ QUANTIZABLE_OPS: tuple[str, ...] = tuple(sorted({*QDQRegistry, *QLinearOpsRegist
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 
-def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
+OVERRIDE_KEYS = (
+    "quant_type", "axis", "symmetric", "reduce_range", "rmin", "rmax", "scale", "zero_point", "convert", "recv_nodes"
+)  # fmt: skip
+"""What an entry of ``TensorQuantOverrides`` may say."""
+
+
+def read_override(
+    name: str, given: Any, proto: onnx.ModelProto, activation_type: QuantType, weight_type: QuantType
+) -> list[dict[str, Any]]:
     """The entry of ``TensorQuantOverrides`` for one tensor of the model, checked by stock's own rules.
 
     Data types may be given by name, as in a JSON file.
 
     Raises:
-        OptionError: It makes no sense to stock.
+        OptionError: It makes no sense to stock, or its numbers are no grid and no range.
     """
     constants = {i.name: i for i in proto.graph.initializer}
     entries: list[dict[str, Any]] = []
@@ -45,7 +54,25 @@ def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type
     if not valid:
         fix = "a list with one dictionary, or one for each channel, as stock ONNX Runtime documents it"
         raise OptionError(f"TensorQuantOverrides: {why}", where=f"tensor '{name}'", fix=fix)
+    for entry in entries:
+        _check_numbers(f"TensorQuantOverrides['{name}']", entry, weight_type if name in constants else activation_type)
     return entries
+
+
+def _check_numbers(name: str, entry: Mapping[str, Any], default: QuantType) -> None:
+    """Checks that scale, zero point and range are numbers that the tensor's type can have."""
+    kind = entry.get("quant_type", default)
+    if kind is QuantType.QFLOAT8E4M3FN is not default:  # its ranges are found by another method
+        raise OptionError(f"{name}: no tensor alone can be {kind}", where=name, fix="another quant_type")
+    arrays = {key: np.asarray(entry[key]) for key in ("scale", "zero_point", "rmin", "rmax") if key in entry}
+    given = {key: array.item() if array.size == 1 else entry[key] for key, array in arrays.items()}
+    for key, value in given.items():
+        real(f"{name}['{key}']", value, above=0 if key == "scale" else None)
+    if "zero_point" in given:
+        least, most = quant_utils.get_qmin_qmax_for_qType(kind.tensor_type)
+        whole(f"{name}['zero_point']", given["zero_point"], least=int(least), most=int(most))
+    if {"rmin", "rmax"} <= given.keys():
+        real(f"{name}['rmax']", given["rmax"], least=given["rmin"])
 
 
 def _read_entry(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import onnx.version_converter
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static as stock_quantize_static
 
-from kenosis_ort import KenosisWarning, OptionError, Stages, quantize_static, verify_fusion
+from kenosis_ort import KenosisWarning, OptionError, Stages, VerificationError, quantize_static, verify_fusion
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.targets import DataTypes
 from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
@@ -118,10 +118,12 @@ def test_a_shared_scale_is_the_callers(tmp_path):
 
 @pytest.mark.parametrize("entry", [
     [{"scale": 0.1}], [{"axis": 0, "quant_type": QuantType.QUInt8}], [{"convert": {"quant_type": QuantType.QUInt8}}],
-    [{"quant_type": "QInt9"}], 5,
-], ids=["half a grid", "channels of an activation", "no conversion", "no type", "no list"])  # fmt: skip
+    [{"quant_type": "QInt9"}], 5, [{"quant_type": QuantType.QFLOAT8E4M3FN}], [{"scale": 0, "zero_point": 0}],
+    [{"scale": np.nan, "zero_point": 0}], [{"scale": 0.1, "zero_point": 256}], [{"scale": 0.1, "zero_point": np.nan}],
+    [{"scale": [0.1, 0.2], "zero_point": 0}], [{"rmin": np.inf}], [{"rmax": "3"}], [{"rmin": 3.0, "rmax": -1.0}],
+], ids=str)  # fmt: skip
 def test_overrides_that_make_no_sense(tmp_path, entry):
-    with pytest.raises(OptionError, match="TensorQuantOverrides"):
+    with pytest.raises(OptionError, match=r"TensorQuantOverrides.* Fix: "):
         overridden(tmp_path, {"x": entry}, **TYPES)
 
 
@@ -142,7 +144,8 @@ FORMS = {
     "DedicatedQDQPair": has_dedicated_pairs,
     "QDQKeepRemovableActivations": lambda made: {"stem_relu", "relu1"} <= {n.name for n in made.written.graph.node},
 }
-NOTHING = {"EnableSubgraph": 1, "DefaultTensorType": 1, "ForceQuantizeNoInputCheck": 1, "MinimumRealRange": 1e-4}
+NOTHING = {"EnableSubgraph": 1, "DefaultTensorType": 1, "ForceQuantizeNoInputCheck": 1, "MinimumRealRange": 1e-4,
+           "TensorQuantOverrides": {"conv1_out": []}}  # fmt: skip
 
 
 @pytest.mark.parametrize("option", [*FORMS, *NOTHING])
@@ -222,6 +225,13 @@ def test_four_bits_and_blocks(tmp_path, weight, block):
     assert made.report.left_float() == ()
     assert any(("BlockSize" if block else "weight_type") in note for note in made.report.notes)
     assert made.db() > (16 if weight is not QuantType.QInt8 else 35)
+
+
+def test_four_bits_that_no_kernel_takes(tmp_path):
+    """The runtime makes a QLinearConv of it, which takes bytes alone."""
+    types = {"activation_type": QuantType.QInt4, "weight_type": QuantType.QInt8}
+    with pytest.raises(VerificationError, match="does not load"):
+        make(models.residual_block(), tmp_path, **types)
 
 
 @pytest.mark.parametrize(("options", "holds"), [

@@ -295,15 +295,20 @@ def test_nan_made_by_a_node_is_computed_as_the_runtime_does(tmp_path):
 # ---- options --------------------------------------------------------------------------------------------------
 
 
+OVERRIDES, WIDE = "TensorQuantOverrides", QuantType.QInt16
 TYPOS = (
     ({"extra_options": {"ActivationSymetric": True}}, ("ActivationSymetric", "'ActivationSymmetric'")),
-    ({"extra_options": {"TensorQuantOverrides": {"xx": [{"symmetric": True}]}}}, ("'xx'", "no tensor of the model")),
+    ({"extra_options": {OVERRIDES: {"x": [{"symetric": True}]}}}, ("'symetric'", "'symmetric'")),
+    (
+        {"extra_options": {OVERRIDES: {"x": [{"convert": {"quant_type": WIDE, "recv_nodes": ["stm"]}}]}}},
+        ("'stm'", "'stem'"),
+    ),
     ({"nodes_to_exclude": ["heed"]}, ("nodes_to_exclude", "'heed'", "Did you mean 'head'?")),
     ({"nodes_to_quantize": ["conv_1", "conv2"]}, ("nodes_to_quantize", "'conv_1'", "Did you mean 'conv1'?")),
 )
 
 
-@pytest.mark.parametrize(("options", "texts"), TYPOS, ids=["option", "tensor", "excluded", "named"])
+@pytest.mark.parametrize(("options", "texts"), TYPOS, ids=["option", "setting", "reader", "excluded", "named"])
 def test_names_that_fit_nothing(tmp_path, options, texts):
     """A warning where stock says nothing and goes on; an error on the command line, where it can only be a typo."""
     model, out = models.residual_block(), tmp_path / "out.onnx"
@@ -329,6 +334,7 @@ FLOAT8 = QuantType.QFLOAT8E4M3FN
     ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
     ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
     ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
+    ({"extra_options": {OVERRIDES: {"hed_w": []}}}, ("'hed_w'", "no tensor", "Did you mean 'head_w'?")),
     ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
     ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
     ({"recipe": "weight-only-4", "format": "qop"}, ("weights alone",)),
