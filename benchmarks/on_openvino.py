@@ -252,6 +252,7 @@ def main() -> None:
         print("without NNCF: no --nncf, and it is not installed here", file=sys.stderr)
     elif not os.access(args.nncf, os.X_OK):
         sys.exit(f"--nncf {args.nncf}: no such program")
+    args.cache = args.cache.resolve()
     args.cache.mkdir(parents=True, exist_ok=True)
     print(f"{versions(args)}\n")
     found = {}

@@ -146,6 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     if why := missing():
         sys.exit(why)
+    args.cache = args.cache.resolve()
     args.cache.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     print(f"| Net | FP32, ms | {' | '.join(args.variants)} |\n|{'---|' * (2 + len(args.variants))}")

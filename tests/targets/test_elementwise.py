@@ -230,7 +230,7 @@ EXAMPLES = {
         Case("Q > MaxPool > DQ", lambda g: g.q(pool(g, g.input()))),
         Case("Conv > Q > MaxPool > DQ", lambda g: g.q(pool(g, g.conv(g.input(), weight="float")))),
         Case("MaxPool > Max > Q > DQ", lambda g: g.q(g.op("Max", pool(g, g.input())))),
-        Case("MaxPool > Neg > Q > DQ", lambda g: [g.q(m := pool(g, g.input())), g.op("Neg", m)]),
+        Case("MaxPool > Q > DQ > Max", lambda g: g.op("Max", g.q(m := pool(g, g.input())), m)),
         # DQ in front is pushed below it.
         Case("Q > MaxPool > DQ > Exp", lambda g: g.op("Exp", pool(g, g.act_input()))),
         Case("Q > DQ > Max > MaxPool > Exp", lambda g: g.op("Exp", pool(g, g.op("Max", g.act_input())))),
