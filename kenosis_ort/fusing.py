@@ -10,9 +10,8 @@ import onnx
 
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import last_gate
-from kenosis_ort.flow.file_checks import check_files
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.files import write_model
+from kenosis_ort.graph.files import check_written, write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.option_types import check_model
@@ -65,7 +64,7 @@ def fuse(
     output = None if model_output is None else absolute(check_path("model_output", model_output))
     if output is not None:
         source = Path(model_input) if isinstance(model_input, (str, os.PathLike)) else None
-        check_files(source, output)
+        check_written(source, output)
     loaded = load_model(model_input, custom_op_libraries=custom_op_libraries)
     prepared = prepare(
         loaded.proto,

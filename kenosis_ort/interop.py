@@ -27,7 +27,7 @@ from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
-from kenosis_ort.graph.files import check_destination, data_file, external_files, restore_interface, write_model
+from kenosis_ort.graph.files import check_destination, check_written, restore_interface, write_model
 from kenosis_ort.graph.load import LoadedModel, check_runtime_loads, load_model
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import copy_model
@@ -37,7 +37,7 @@ from kenosis_ort.graph.walk import fit_ir_version, name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session, repeats
-from kenosis_ort.storage.writing import absolute, check_apart
+from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.proof import FusionReport
 from kenosis_ort.verify import verify_fusion
@@ -247,8 +247,7 @@ def convert_model(
     destination = absolute(path("out", out))
     check_destination(destination)
     if isinstance(model, (str, os.PathLike)):
-        read = [("the model", Path(model)), *(("the model's external data", f) for f in external_files(Path(model)))]
-        check_apart([("the output", destination), ("the output's external data", data_file(destination))], read)
+        check_written(Path(model), destination, called="the model", in_place=False)
     found = read_model(model, as_float=to == "float", custom_op_libraries=libraries)
     feeds = _made_up(found, libraries)
     stored_anew: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_reader
 from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
-from kenosis_ort.graph.files import check_destination
+from kenosis_ort.graph.files import check_destination, check_written
 from kenosis_ort.option_types import value_of
 from kenosis_ort.weights.quantize import quantize_weights
 
@@ -27,6 +27,7 @@ def convert(arguments: argparse.Namespace, screen: Screen) -> None:
 
 def fuse_attention(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``fuse``."""
+    check_written(arguments.model, arguments.out, in_place=False)
     fused = fuse(arguments.model, arguments.out)
     count = len(fused.attentions)
     layers = f"{count} attention layer{'' if count == 1 else 's'}"
@@ -80,6 +81,7 @@ def merge(arguments: argparse.Namespace, screen: Screen) -> None:
 
 def weights(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``weights``."""
+    check_written(arguments.model, arguments.out, in_place=False)
     reader = make_reader(arguments, arguments.model)
     with screen.progress("rounding") as progress:
         report = quantize_weights(

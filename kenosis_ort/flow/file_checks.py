@@ -11,9 +11,7 @@ from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import files
-from kenosis_ort.graph.files import external_files
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.verify import check_bias_alignment
 
 _REPORT = "report this as a bug, if you can with the model; recipe='plain' may avoid it"
@@ -54,10 +52,6 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
         raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
 
 
-OUTPUT = "the output"
-MODEL = "the float model"
-
-
 def check_files(
     model: Path | None,
     output: Path,
@@ -82,16 +76,7 @@ def check_files(
     Raises:
         OutputError: Two are the same file.
     """
-    outputs = [(OUTPUT, output), ("the output's external data", files.data_file(output)), *written]
-    inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
+    outputs, inputs = [*written], [*read, *(("the calibration data", file) for file in source_files(reader))]
     if cache is not None:
         (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
-    if model is not None:
-        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
-        if in_place and same_file(model, output):
-            data = [file for file in data if not same_file(file, files.data_file(output))]
-            check_apart(outputs[1:], [(MODEL, model)])
-        else:
-            inputs.append((MODEL, model))
-        inputs += [("the float model's external data", file) for file in data]
-    check_apart(outputs, inputs)
+    files.check_written(model, output, written=outputs, read=inputs, in_place=in_place)

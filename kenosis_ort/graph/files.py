@@ -17,7 +17,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.writing import Scratch, is_possible, locked, sha256_of
+from kenosis_ort.storage.writing import Scratch, check_apart, is_possible, locked, same_file, sha256_of
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +125,41 @@ def external_files(model_path: Path) -> list[Path]:
 def data_file(model: Path) -> Path:
     """Path of a model's external data: ``model.onnx.data`` beside ``model.onnx``."""
     return model.with_name(f"{model.name}.data")
+
+
+def check_written(
+    model: Path | None,
+    output: Path,
+    *,
+    written: Sequence[tuple[str, Path]] = (),
+    read: Sequence[tuple[str, Path]] = (),
+    called: str = "the float model",
+    in_place: bool = True,
+) -> None:
+    """Checks that no file to be written is one that is read, or written as something else.
+
+    Args:
+        model: The model's file, which is read as well as its external data; None for a model in memory.
+        output: What is made of it.
+        written: What else is written: what it is, and where.
+        read: What else is read.
+        called: What the model is, for the message.
+        in_place: Whether the output may take the model's place, as stock's may.
+
+    Raises:
+        OutputError: Two are the same file.
+    """
+    outputs = [("the output", output), ("the output's external data", data_file(output)), *written]
+    inputs = [*read]
+    if model is not None:
+        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
+        if in_place and same_file(model, output):
+            data = [file for file in data if not same_file(file, data_file(output))]
+            check_apart(outputs[1:], [(called, model)])
+        else:
+            inputs.append((called, model))
+        inputs += [(f"{called}'s external data", file) for file in data]
+    check_apart(outputs, inputs)
 
 
 def swap_in(new: Path, final: Path) -> str | None:

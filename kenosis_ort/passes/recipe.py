@@ -241,7 +241,7 @@ def setting(name: str) -> Any:
 
 
 def read_text(file: Path) -> str:
-    """The text of a recipe file.
+    """The text of a TOML file, a recipe or a sweep.
 
     Raises:
         OptionError: It is missing, too large, or no text.
@@ -249,12 +249,12 @@ def read_text(file: Path) -> str:
     try:
         if regular(file).stat().st_size > _LARGEST_FILE:
             raise OptionError(
-                "the recipe file is larger than 1 MiB", where=str(file), fix="name a recipe; they are small"
+                "the file is larger than 1 MiB", where=str(file), fix="name a recipe or a sweep; they are small"
             )
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
-            f"the recipe cannot be read: {error}", where=str(file), fix="check the path; a recipe is text in UTF-8"
+            f"the file cannot be read: {error}", where=str(file), fix="check the path; it has to be text in UTF-8"
         ) from error
 
 

@@ -14,15 +14,16 @@ import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs, split_feeds
+from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.checks import flag, path as check_path, several, whole
 from kenosis_ort.errors import OptionError, last_gate
-from kenosis_ort.graph.files import weights_on_disk, write_model
+from kenosis_ort.graph.files import check_written, weights_on_disk, write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of
 from kenosis_ort.option_types import check_model
 from kenosis_ort.rewrite import BLOCK_FORMS
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
+from kenosis_ort.storage.writing import absolute, room_is_needed
 from kenosis_ort.weights import blocks
 from kenosis_ort.weights.block_model import BlockLayer, weights_in_blocks
 
@@ -97,8 +98,9 @@ def quantize_weights(
     """
     check_model(model_input)
     output = absolute(check_path("model_output", model_output))
-    if not isinstance(model_input, onnx.ModelProto) and Path(model_input).resolve() != output.resolve():
-        check_apart([("the output", output)], [("the float model", Path(model_input))])
+    source = None if isinstance(model_input, onnx.ModelProto) else Path(model_input)
+    samples = [("the calibration data", file) for file in source_files(calibration_data_reader)]
+    check_written(source, output, read=samples)
     _check_options(bits, block_size, accuracy_level)
     symmetric, embeddings = flag("symmetric", symmetric), flag("embeddings", embeddings)
     protect_sensitive = flag("protect_sensitive", protect_sensitive)
