@@ -70,17 +70,6 @@ OPERATORS: Final[Mapping[str, QOperator]] = {
 """The quantized operators that have a form with QuantizeLinear."""
 
 
-def weight_axis(op_type: str, transposed: int, rank: int) -> int:
-    """The axis of a layer's weights along which its output channels lie.
-
-    Args:
-        op_type: The float operator.
-        transposed: Its ``transB``, 0 without one.
-        rank: Of the weights.
-    """
-    return 0 if op_type == "Conv" or transposed else rank - 1
-
-
 _DATA_MOVEMENT: Final = (having(Is.MOVE) | having(Is.PICK)) - having(Is.POOL) - having(Is.REDUCTION) | {
     *("Concat", "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Resize")
 }
@@ -148,8 +137,8 @@ class _Reader:
         for kind in row.kinds(len(node.inputs) // _INPUTS[DATA]):
             places[kind] = at
             if kind in (DATA, WEIGHT):
-                transposed, rank = node.attributes.get_int("transB", 0), self.live.rank(given[at]) or 0
-                axis = weight_axis(row.op_type, transposed, rank) if kind == WEIGHT else None
+                first = row.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0
+                axis = (0 if first else (self.live.rank(given[at]) or 0) - 1) if kind == WEIGHT else None
                 inputs.append(self._real(node, required(node, at), required(node, at + 1), given[at + 2], axis))
             elif kind == OTHER:
                 inputs.append(given[at])

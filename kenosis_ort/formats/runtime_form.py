@@ -28,10 +28,9 @@ from onnx import TensorProto
 
 from kenosis_ort.formats import integer_bias
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
-from kenosis_ort.formats.from_qop import weight_axis
 from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
-from kenosis_ort.graph.view import ir, optional, required
+from kenosis_ort.graph.view import channel_axis, ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.affine import affine_step, scale_of_norm
 from kenosis_ort.rewrite.rule import NotCollapsibleError
@@ -79,7 +78,7 @@ class _Layers:
             return None
         if node.op_type == "MatMul" and integers.ndim != 2:
             return None
-        axis = weight_axis(node.op_type, node.attributes.get_int("transB", 0), integers.ndim)
+        axis = channel_axis(node, integers.ndim)
         return maker if scale.size <= 1 or maker.attributes.get_int("axis", 1) % integers.ndim == axis else None
 
     def _absorb(self, node: ir.Node, weight: ir.Node) -> None:
@@ -109,7 +108,7 @@ class _Layers:
     def _read(self, node: ir.Node, weight: ir.Node) -> integer_bias.IntegerLayer | None:
         """A layer's integers, scales and bias; None where its bias is none by channel."""
         integers, scale, zero_point = (self.live.content(required(weight, at)) for at in range(3))
-        axis = weight_axis(node.op_type, node.attributes.get_int("transB", 0), integers.ndim)
+        axis = channel_axis(node, integers.ndim)
         channels = integers.shape[axis]
         bias = self._bias(node, channels)
         if bias is None:

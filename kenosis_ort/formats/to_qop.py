@@ -17,13 +17,13 @@ import onnx
 from onnx import TensorProto, helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT, weight_axis
+from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT
 from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import drop_stale_value_info
 from kenosis_ort.graph.live import Attribute
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.shapes import rank_in, value_types
-from kenosis_ort.graph.view import further_outputs, ir, optional, required
+from kenosis_ort.graph.view import channel_axis, further_outputs, ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
@@ -236,15 +236,13 @@ class _Writer(Edits):
         if node.op_type == "Gemm" and not rank:
             return None
         axis = found.quantizer.axis
-        fits = axis == self._axis(node, rank) and (node.op_type != "MatMul" or rank == 2)
-        return found if axis is None or fits else None
-
-    def _axis(self, node: ir.Node, rank: int) -> int:
-        return weight_axis(node.op_type, node.attributes.get_int("transB", 0), rank)
+        if axis is None or ((node.op_type != "MatMul" or rank == 2) and axis == channel_axis(node, rank)):
+            return found
+        return None
 
     def _bias(self, node: ir.Node, value: ir.Value, data: _Integers, weight: _Integers) -> ir.Value | None:
         real = self.real(value)
-        if real is None or (weight.constant is not None and real.size != weight.constant.dims[self._axis(node, 2)]):
+        if real is None or (weight.constant is not None and real.size != weight.constant.dims[channel_axis(node, 2)]):
             return None
         return self.bias(value, data, weight, node.attributes.get_float("beta", 1.0))
 

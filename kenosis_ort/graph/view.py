@@ -84,6 +84,13 @@ def required(node: ir.Node, position: int) -> ir.Value:
     return value
 
 
+def channel_axis(layer: ir.Node, rank: int = 2) -> int:
+    """The axis of output channels of a layer's weights; their rank counts for MatMul alone."""
+    if layer.op_type == "ConvTranspose":
+        return 1
+    return 0 if layer.op_type == "Conv" or layer.attributes.get_int("transB", 0) != 0 else rank - 1
+
+
 def further_outputs(node: ir.Node) -> list[ir.Value]:
     """The outputs behind the first one that have a name."""
     return [output for output in node.outputs[1:] if output.name]

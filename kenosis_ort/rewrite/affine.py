@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
+from kenosis_ort.graph.view import GraphView, channel_axis, further_outputs, ir, optional
 from kenosis_ort.rewrite.rule import (
     Editor,
     FloatArray,
@@ -68,7 +68,7 @@ def fold_scale(editor: Editor, layer: ir.Node) -> None:
     weights = editor.array(layer.inputs[1])
     if weights is None or weights.ndim < 2:
         return
-    axis = 1 if layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0) else 0
+    axis = channel_axis(layer)
     channels = weights.shape[axis]
     spatial = 0 if layer.op_type == "Gemm" else weights.ndim - 2
     scale, shift = np.ones(channels), np.zeros(channels)
@@ -238,7 +238,7 @@ def _weight_factor(affine: ir.Node, shape: tuple[int, ...], scale: FloatArray) -
         refuse_if(shape[1] * groups != channels or shape[0] % groups, "the channel counts differ")
         per_input = np.repeat(scale.reshape(groups, shape[1]), shape[0] // groups, axis=0)
         return per_input.reshape(shape[0], shape[1], *([1] * (len(shape) - 2)))
-    axis = 0 if affine.op_type == "Conv" or affine.attributes.get_int("transB", 0) != 0 else 1
+    axis = channel_axis(affine)
     refuse_if(shape[axis] != channels, "the channel counts differ")
     return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
 
@@ -294,7 +294,7 @@ def fold_gemm_factors(editor: Editor, node: ir.Node) -> None:
     alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
     addend = optional(node, 2)
     bias = editor.array(addend)
-    columns = weights.shape[0 if node.attributes.get_int("transB", 0) else 1]
+    columns = weights.shape[channel_axis(node)]
     dropped = addend is not None and beta == 0.0
     widened = bias is not None and bias.size == 1 and columns > 1
     transposed = bool(node.attributes.get_int("transA", 0))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import HEAVY, Is, what
-from kenosis_ort.graph.view import ir, optional
+from kenosis_ort.graph.view import channel_axis, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, known, operand, other_operand, refuse_if, rule
 
@@ -122,10 +122,9 @@ def hard_sigmoid_to_clip(editor: Editor, gate: ir.Node) -> None:
     bias = editor.array(given) if given else np.zeros(1)
     if weights is None or bias is None or weights.dtype != np.float32:
         raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
-    columns = layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0)
     if any(layer.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         raise NotCollapsibleError(f"'{layer.name}' has factors of its own")
-    channels = weights.shape[1 if columns else 0]
+    channels = weights.shape[channel_axis(layer)]
     refuse_if(bias.size not in (1, channels), f"the bias of '{layer.name}' is not one number a channel")
     moved = np.broadcast_to(bias.astype(np.float64).reshape(-1) * slope + shift, channels)
     scaled = (weights.astype(np.float64) * slope).astype(np.float32)
