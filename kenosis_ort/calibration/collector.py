@@ -22,6 +22,7 @@ from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
+from kenosis_ort.graph.shapes import types_of
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.runtime.session import Closing, as_array
 from kenosis_ort.storage.spool import Spool
@@ -126,7 +127,9 @@ class Sweep(Closing):
         settings = part_session.SessionSettings(providers, libraries, points.threads, optimize=not config.bit_exact)
         self._model = part_session.ObservedModel(proto, settings)
         types = part_session.element_types(proto)  # the runtime says those of tensors without an annotation
-        types.update(self._model.ask_types([name for names in groups for name in names if name not in types]))
+        unknown = [name for names in groups for name in names if name not in types]
+        asked = types_of(proto, unknown, libraries)
+        types.update((name, asked[name].tensor_type.elem_type if name in asked else 0) for name in unknown)
         computed, fed, constant = (_observable(names, types) for names in groups)
         # Values that follow from others: none where all elements count, or ranges are to be stock's.
         functions: Functions = {}

@@ -26,7 +26,7 @@ from kenosis_ort.graph.bodies import Body, state_pairs
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute, attribute_int
-from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
+from kenosis_ort.runtime.session import open_session
 
 
 class StateLoop:
@@ -176,44 +176,20 @@ def body_feeds(
     """
     runs = {"If": _branch, "Loop": _iterations, "Scan": _slices}[owner.op_type]
     wanted = tuple(dict.fromkeys(name for name in (*owner.input, *body.captured) if name))
+    computed = {name for node in outer.graph.node for name in node.output}
+    source = [name for name in wanted if name in computed]
 
     def fed() -> Iterator[Feed]:
-        session, source = _returning(outer, wanted, custom_op_libraries)
+        session = open_session(outer, custom_op_libraries=custom_op_libraries, further=source)
         inner = cache(lambda: open_session(body.model, custom_op_libraries=custom_op_libraries))
         for feed in feeds():
-            values = dict(zip(source, session.run(list(source), dict(feed)), strict=True)) if source else {}
+            values = dict(zip(source, session.run(source, dict(feed)), strict=True)) if source else {}
             values.update({name: feed[name] for name in wanted if name in feed})
             values.update({name: stored for name, stored in constants.items() if name not in values})
             yield from runs(owner, body, values, {name: values[name] for name in body.captured}, inner)
 
     constants = {t.name: array_in(t) for t in outer.graph.initializer if t.name in wanted}
     return fed
-
-
-def value_types(
-    outer: onnx.ModelProto, names: Sequence[str], custom_op_libraries: Sequence[str] = ()
-) -> dict[str, onnx.TypeProto]:
-    """The types of values of a main graph, as declared or else as the runtime infers them."""
-    graph = outer.graph
-    known = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output) if v.type.WhichOneof("value")}
-    missing = [name for name in names if name not in known and any(name in node.output for node in graph.node)]
-    if missing:
-        session, source = _returning(outer, missing, custom_op_libraries)
-        described = {value.name: value for value in session.get_outputs()}
-        for name in source:
-            kind = TENSOR_TYPES.get(described[name].type)
-            if kind is not None:
-                known[name] = onnx.helper.make_tensor_type_proto(kind, described[name].shape or None)
-    return {name: known[name] for name in names if name in known}
-
-
-def _returning(
-    outer: onnx.ModelProto, wanted: Sequence[str], libraries: Sequence[str]
-) -> tuple[ort.InferenceSession, tuple[str, ...]]:
-    """A session of the model that returns those of the values that its nodes compute, and which they are."""
-    computed = {name for node in outer.graph.node for name in node.output}
-    source = tuple(name for name in wanted if name in computed)
-    return open_session(outer, custom_op_libraries=libraries, further=source), source
 
 
 Opener = Callable[[], ort.InferenceSession]

@@ -86,7 +86,7 @@ class ObservedModel(Closing):
     """
 
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._scratch: Scratch | None = None
         self._file: Path | None = None  # beside the weights, for models that are opened
         self._is_mapped = outside.refers_outside(proto)
@@ -135,12 +135,6 @@ class ObservedModel(Closing):
         known = {value.name: value for value in (*self._skeleton.graph.output, *self._skeleton.graph.input)}
         for name in names:
             yield known.get(name) or onnx.ValueInfoProto(name=name)
-
-    def ask_types(self, names: Sequence[str]) -> dict[str, int]:
-        """The element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
-        if not names:
-            return {}
-        return {arg.name: sessions.TENSOR_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
     def segment(
         self,
@@ -198,7 +192,7 @@ class ObservedModel(Closing):
         return constant_values(self._skeleton)[1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> Session:
-        settings, source = self._settings, model.SerializeToString()
+        settings, source = self.settings, model.SerializeToString()
         if self._file is not None:
             self._file.write_bytes(source)
             source = str(self._file)

@@ -23,6 +23,7 @@ from kenosis_ort.calibration.feeds import bytes_of
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, constant_values, run
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes
+from kenosis_ort.graph.shapes import types_of
 from kenosis_ort.graph.walk import all_names, read_names, reserve_name
 from kenosis_ort.runtime.session import Array, Session
 from kenosis_ort.storage.spool import Spool
@@ -288,10 +289,8 @@ class StagedModel:
             sizes.update(self._measure(unsized, feed, sample))
         if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
             untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
-            try:
-                self._types = {**self._types, **self._model.ask_types(untyped)}
-            except CalibrationError as error:
-                _log.info("the graph is not cut across values of unknown type: %s", error)
+            asked = types_of(self._proto, untyped, self._model.settings.custom_op_libraries)
+            self._types = {**self._types, **{name: kind.tensor_type.elem_type for name, kind in asked.items()}}
         weights = _MOST_WEIGHTS if self.is_heavy else 0
         parts = cut(self._proto, self._computed, sizes, self._types, self._budget, weights=weights)
         if [stage.part for stage in self._stages] == parts:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.computed_feeds import Feeds, body_feeds, value_types
+from kenosis_ort.calibration.computed_feeds import Feeds, body_feeds
 from kenosis_ort.calibration.feeds import Feed, input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
@@ -26,6 +26,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.bodies import Body, Place, has_layers, places, take_out
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.shapes import types_of
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Score
@@ -222,7 +223,7 @@ def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx
     for owner in walk.owners(outer) if builder.quantizes_bodies else ():
         for place, graph in places(owner):
             if has_layers(graph):
-                types = value_types(outer, walk.outer_names(graph), libraries)
+                types = types_of(outer, walk.outer_names(graph), libraries)
                 yield owner, place, graph, take_out(outer, place, graph, types)
 
 

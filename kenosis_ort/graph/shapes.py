@@ -102,6 +102,19 @@ def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     return types
 
 
+def types_of(
+    model: onnx.ModelProto, names: Sequence[str], custom_op_libraries: Sequence[str] = ()
+) -> dict[str, onnx.TypeProto]:
+    """Types of some values of the main graph, as declared or else as the runtime infers them, where it can."""
+    graph = model.graph
+    known = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output) if v.type.WhichOneof("value")}
+    computed = {name for node in graph.node for name in node.output}
+    missing = [name for name in names if name not in known and name in computed]
+    for value in _infer_runtime(_skeleton(model), missing, custom_op_libraries) if missing else ():
+        known.setdefault(value.name, value.type)
+    return {name: known[name] for name in names if name in known}
+
+
 def has_rank(value: onnx.ValueInfoProto | None) -> bool:
     """Whether a value's element type and rank are known; sequences and the like need only a type."""
     if value is None:

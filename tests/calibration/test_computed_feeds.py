@@ -7,9 +7,9 @@ import onnx
 import pytest
 
 from kenosis_ort import CalibrationError, PipelineReader
-from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
+from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds
 from kenosis_ort.calibration.feeds import misfit
-from kenosis_ort.graph import bodies, walk
+from kenosis_ort.graph import bodies, shapes, walk
 from kenosis_ort.runtime.counting import counted
 from tests.contracts.test_readers import read as drain
 from tests.flow import control
@@ -74,7 +74,7 @@ def fed(model, *feeds):
     found = []
     for owner in walk.owners(model):
         for place, graph in bodies.places(owner):
-            body = bodies.take_out(model, place, graph, value_types(model, walk.outer_names(graph)))
+            body = bodies.take_out(model, place, graph, shapes.types_of(model, walk.outer_names(graph)))
             again = body_feeds(model, owner, body, lambda: iter(feeds))
             found.append((body, [*again()]))
             np.testing.assert_equal([*again()], found[-1][1])
