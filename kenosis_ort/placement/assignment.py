@@ -34,6 +34,8 @@ class Domain:
         target: The runtime.
         classes: What each node could become.
         absorption: Which activations vanish.
+        base: The same before some nodes were left float; None for none. Heads that it keeps float stay so: with less
+            integer work beside them they would hold too much of it, and no range of theirs was calibrated.
 
     Attributes:
         integer: Names of the nodes that run in integer.
@@ -43,7 +45,9 @@ class Domain:
         refused: Names of anchors that the caller's words leave float, with the reason.
     """
 
-    def __init__(self, target: Target, classes: Mapping[str, NodeClass], absorption: Absorption) -> None:
+    def __init__(
+        self, target: Target, classes: Mapping[str, NodeClass], absorption: Absorption, base: Domain | None = None
+    ) -> None:
         self.classes, self.absorption, self.constraints = classes, absorption, absorption.constraints
         self.view, self.target, self.options = absorption.view, target, self.constraints.options
         self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
@@ -57,7 +61,7 @@ class Domain:
             self.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
             return
         anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
-        self.heads = self._heads(anchors)
+        self.heads = self._heads(anchors, {} if base is None else base.heads)
         requested = self.constraints.requested
         anchors -= {name for name, stays_float in self.heads.items() if stays_float and name not in requested}
         self.integer = self._settled(anchors, anchors)
@@ -214,7 +218,7 @@ class Domain:
                     feeds.add(value)
         return feeds
 
-    def _heads(self, anchors: set[str]) -> dict[str, bool]:
+    def _heads(self, anchors: set[str], before: Mapping[str, bool]) -> dict[str, bool]:
         """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
         reaches: set[ir.Value | None] = set()  # values from which an anchor can be reached
         heads: dict[str, bool] = {}
@@ -231,7 +235,7 @@ class Domain:
             work = {name: self.view.multiply_accumulates(self.classes[name].node) for name in anchors}
             most = self.target.head_float_share * sum(work.values())
             keep = len(convs) < len(anchors) and sum(work[name] for name in convs) <= most
-        return {name: keep and name in convs for name in heads}
+        return {name: before.get(name, False) or (keep and name in convs) for name in heads}
 
 
 class Assignment:
@@ -279,11 +283,12 @@ class Assignment:
         # What kernels take in, and which nodes run in integer then.
         self.absorption = Absorption(self.constraints, self.classes)
         self._class_activations()
-        self.domain = Domain(target, self.classes, self.absorption)
+        before = None if base is None else base.domain
+        self.domain = Domain(target, self.classes, self.absorption, before)
         again = dict(target.hooks.reclass_integers(view, self.classes, self.domain.integer))
         if again != self.classes:
             self.classes = again
-            self.domain = Domain(target, again, self.absorption)
+            self.domain = Domain(target, again, self.absorption, before)
         # What carries Q and DQ.
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}

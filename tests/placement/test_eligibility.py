@@ -7,6 +7,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify, protect, secondary_inputs
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import Kind, PlacementOptions
 from kenosis_ort.targets import Role
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -270,3 +271,14 @@ def test_what_only_steers_stays_float(text, found, why):
     protected = protect(view_of(text, known), None)
     assert [*protected] == found.split()
     assert not protected or why in [*protected.values()][-1]
+
+
+@pytest.mark.parametrize("left", ["Conv_r", "Conv_p Conv_c"])
+def test_a_head_that_is_kept_float_stays_so_when_others_are_left_float(left):
+    """Nothing else is observed. Without Conv_r, Conv_c is a head; without Conv_p and Conv_c, the heads are all work."""
+    body = f"p = Conv <{CONV}> (x, w) a = GlobalAveragePool (p) y = Conv (a, u)"
+    body += f" c = Conv <{CONV}> (p, w) b = GlobalAveragePool (c) r = Conv (b, u)"
+    view = view_of(f"net (float[1,4,8,8] x) => (y, r) <float[4,4,3,3] w, float[4,4,1,1] u> {{ {body} }}")
+    planner = Planner(view, ORT_CPU, PlacementOptions(protect_inputs=False))
+    first, again = planner.plan(), planner.plan({}, dict.fromkeys(left.split(), "slow"))
+    assert [p.by_node["Conv_y"].rule for p in (first, again)] == ["output-protection"] * 2
