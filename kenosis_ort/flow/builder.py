@@ -384,9 +384,7 @@ def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder
         prepared = preparation.prepare_model(proto, request, journal)
     builder = Builder.of(prepared, request.with_names_of(prepared), journal)
     if builder.planner is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
-        heavy = [n for n in builder.plan.nodes if n.op_type in HEAVY]
-        why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
-        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {why}")
+        raise nothing_to_quantize(why_float(builder.plan))
     return builder
 
 
@@ -406,6 +404,13 @@ def for_integers(proto: onnx.ModelProto, request: Request, journal: Journal | No
     if not builder.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
     return builder
+
+
+def why_float(plan: PlacementPlan, where: str = "") -> str:
+    """Why a plan quantizes nothing, by its first heavy node; ``where`` says where one was looked for."""
+    heavy = [n for n in plan.nodes if n.op_type in HEAVY]
+    why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else f"no Conv, Gemm or MatMul{where}"
+    return f"no node can run in integer on {plan.target}: {why}"
 
 
 def nothing_to_quantize(why: str) -> NothingToQuantizeError:

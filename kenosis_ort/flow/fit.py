@@ -75,7 +75,7 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
         complaints.append(_unknown("op_types_to_quantize", request.op_types[0], "operator", types, fix=fix))
     options, ignored = _fit_overrides(proto, request)
     named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
-    others = (node.op_type for node in proto.graph.node if node.name not in named)
+    others = (node.op_type for node in walk.nodes_within(proto.graph.node) if node.name not in named)
     complaints += ignored
     return replace(
         request,
@@ -129,10 +129,13 @@ def _unknown(option: str, name: str, kind: str, known: Collection[str], *, where
 
 
 def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
-    """Whether the list of operator types leaves out no operator that the target would quantize."""
-    excluded = set(request.nodes_to_exclude)
-    types = {node.op_type for node in proto.graph.node if node.name not in excluded} - _NEVER_LISTED
-    missing = types - set(request.op_types)
+    """Whether the list of operator types leaves out no operator that the target would quantize.
+
+    Bodies of operators that are listed are not looked at: `get_qdq_config` lists the types of the main graph.
+    """
+    listed, excluded = set(request.op_types), set(request.nodes_to_exclude)
+    others = walk.nodes_within(node for node in proto.graph.node if node.op_type not in listed)
+    missing = {node.op_type for node in others if node.name not in excluded} - listed - _NEVER_LISTED
     return missing.isdisjoint(stock.QUANTIZABLE_OPS) or all(runs_float(request.target, op) for op in missing)
 
 

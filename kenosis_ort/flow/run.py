@@ -18,7 +18,7 @@ import onnx
 from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
-from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
+from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize, why_float
 from kenosis_ort.flow.call import Call, RewriteMismatchError
 from kenosis_ort.flow.file_checks import check_loads
 from kenosis_ort.flow.request import EIGHT_BIT, Request
@@ -379,7 +379,7 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     if not build.is_quantized:
         if keep_float and keep_float.keys() >= set(plan.integer_nodes()):
             raise errors.NothingToQuantizeError(note, fix="deploy the float model")
-        raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
+        raise nothing_to_quantize(request.stock_reason or why_float(build.plan, " outside of bodies"))
     if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
         before, none = builder, dict[str, str]()

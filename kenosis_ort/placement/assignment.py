@@ -284,7 +284,7 @@ class Assignment:
         self.absorption = Absorption(self.constraints, self.classes)
         self._class_activations()
         before = None if base is None else base.domain
-        self.domain = Domain(target, self.classes, self.absorption, before)
+        self.domain: Domain = Domain(target, self.classes, self.absorption, before)
         again = dict(target.hooks.reclass_integers(view, self.classes, self.domain.integer))
         if again != self.classes:
             self.classes = again

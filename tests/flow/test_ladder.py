@@ -16,6 +16,7 @@ from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import get_target, proof
 from tests import models, planning
+from tests.flow import control
 from tests.flow.support import changed, initializers, make, own_warnings, quantized
 
 
@@ -51,6 +52,15 @@ def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path, options, bec
     model = models.conv_relu_chain(2)
     assert because in told(tmp_path / "out.onnx", model, **options).float_because
     assert onnx.load(tmp_path / "out.onnx") == model
+
+
+@pytest.mark.parametrize(("model", "feed", "because"), [
+    (control.two_rates(outside=True), {"x": np.ones((1, 3, 16, 16), np.float32), "rate": np.array(8000)},
+     "Conv is not among the caller's op_types_to_quantize"),
+    (control.loop(3), {"x": np.ones((2, 32), np.float32)}, "no Conv, Gemm or MatMul outside of bodies"),
+])  # fmt: skip
+def test_where_operators_are_named_that_leave_nothing_of_a_model_with_bodies(tmp_path, model, feed, because):
+    assert because in told(tmp_path / "out.onnx", model, [feed] * 4, op_types_to_quantize=["Relu"]).float_because
 
 
 @pytest.mark.parametrize(("decibels", "bad"), [([30, -3], True), ([0.5, 0.6], True), ([30, 0.5], False), ([], False)])
