@@ -23,6 +23,7 @@ from kenosis_ort.graph import product_pairs
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
+from kenosis_ort.graph.windows import windows
 from kenosis_ort.runtime.session import Array, Model, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import ClippingLoss
@@ -269,12 +270,9 @@ def _conv(call: _Call) -> Array:
     """QLinearConv."""
     x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = call.inputs(9)
     groups, taps = attribute_int(call.node, "group", 1), w.ndim - 2
-    strides, dilations, pads = _window(call.node, x.shape[2:], w.shape[2:])
-    filled = np.pad(x, [(0, 0), (0, 0), *pads], constant_values=x_zero.reshape(-1)[0])
-    reach = [d * (k - 1) + 1 for d, k in zip(dilations, w.shape[2:], strict=True)]
-    views = np.lib.stride_tricks.sliding_window_view(filled, reach, axis=tuple(range(2, x.ndim)))
-    steps = [slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations))]
-    views = views[tuple(steps)]  # (images, channels, places..., window...)
+    known = {a.name: list(a.ints) for a in call.node.attribute if a.name in ("strides", "dilations", "pads")}
+    auto_pad = next((a.s.decode() for a in call.node.attribute if a.name == "auto_pad"), "")
+    views = windows(x, w.shape[2:], **known, auto_pad=auto_pad, filling=x_zero.reshape(-1)[0])
     shape = views.shape[2 : 2 + taps]
     rows = w.transpose(call.order.axes).reshape(len(w), -1)
     zeros = np.broadcast_to(w_zero.reshape(-1).astype(np.float64), len(w))
@@ -291,24 +289,6 @@ def _conv(call: _Call) -> Array:
         out += bias.reshape(-1, 1)
     scale = np.broadcast_to((x_scale * w_scale / y_scale).reshape(-1), len(w))[:, None]
     return _requantized(out, scale, y_zero).reshape(len(x), len(w), *shape)
-
-
-def _window(
-    node: onnx.NodeProto, size: Sequence[int], kernel: Sequence[int]
-) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Strides, dilations and padding of a Conv, by axis."""
-    known = {a.name: list(a.ints) for a in node.attribute if a.ints}
-    strides, dilations = (known.get(name) or [1] * len(kernel) for name in ("strides", "dilations"))
-    how = next((a.s.decode() for a in node.attribute if a.name == "auto_pad"), "NOTSET")
-    pads = known.get("pads") or [0] * (2 * len(kernel))
-    ends = list(zip(pads[: len(kernel)], pads[len(kernel) :], strict=True))
-    if how.startswith("SAME"):
-        ends = []
-        for s, k, step, d in zip(size, kernel, strides, dilations, strict=True):
-            total = max((-(-s // step) - 1) * step + d * (k - 1) + 1 - s, 0)
-            less, more = total // 2, total - total // 2
-            ends.append((less, more) if how == "SAME_UPPER" else (more, less))
-    return strides, dilations, ends
 
 
 def _product(call: _Call) -> Array:

@@ -25,7 +25,7 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.windows import windows
 from kenosis_ort.passes.layers import Float64, Layer
 
 Array = npt.NDArray[Any]
@@ -86,15 +86,16 @@ class InputMoments:
             return self._chosen(array.reshape(-1, array.shape[-1]))
         if self.layer.operator == "ConvTranspose" or self._is_pointwise():
             return self._chosen(np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]))
-        windows = self._windows(array)
-        spatial = (array.ndim - 2) if array.ndim > 2 else 0
-        places = (windows.shape[0], *windows.shape[2 : 2 + spatial])
+        attributes = self.layer.node.attributes
+        known: dict[str, Any] = {name: attributes.get_ints(name, ()) for name in ("strides", "dilations", "pads")}
+        view = windows(array, self.layer.shape[2:], **known, auto_pad=attributes.get_string("auto_pad", ""))
+        places = (view.shape[0], *view.shape[2 : array.ndim])
         total = int(np.prod(places))
         take = min(total, self._per_feed)
         flat = self._random.choice(total, take, replace=False) if take < total else np.arange(total)
         at = np.unravel_index(flat, places)
         index: tuple[Any, ...] = (at[0], slice(None), *at[1:])
-        return np.asarray(windows[index]).reshape(take, -1)
+        return np.asarray(view[index]).reshape(take, -1)
 
     def _chosen(self, rows: Array) -> Array:
         if len(rows) <= self._per_feed:
@@ -105,18 +106,6 @@ class InputMoments:
         attributes = self.layer.node.attributes
         plain = not any(attributes.get_ints("pads", ())) and all(s == 1 for s in attributes.get_ints("strides", ()))
         return self.layer.taps == 1 and plain
-
-    def _windows(self, array: Array) -> Array:
-        """A view of shape (batch, channels, *output places, *taps)."""
-        kernel = self.layer.shape[2:]
-        rank = len(kernel)
-        strides, dilations = (_numbers(self.layer.node, name, rank) for name in ("strides", "dilations"))
-        reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-        before, after = _padding(self.layer.node, array.shape[2:], reach, strides)
-        padded = np.pad(array, [(0, 0), (0, 0), *zip(before, after, strict=True)])
-        view = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
-        steps = (slice(None), slice(None), *(slice(None, None, s) for s in (*strides, *dilations)))
-        return np.asarray(view[steps])
 
 
 def gather_moments(
@@ -178,22 +167,6 @@ def observe(
         together = len(feeds) if staged.is_heavy else 1
         for at in range(0, len(feeds), together):
             staged.run(feeds[at : at + together], range(at, len(feeds))[:together], lambda _, arrays: take(arrays))
-
-
-def _numbers(node: ir.Node, name: str, rank: int) -> list[int]:
-    return list(node.attributes.get_ints(name, ())) or [1] * rank
-
-
-def _padding(
-    node: ir.Node, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    rank, automatic = len(sizes), node.attributes.get_string("auto_pad", "")
-    if automatic in ("SAME_UPPER", "SAME_LOWER"):
-        total = [max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in zip(sizes, strides, reach, strict=True)]
-        less, more = [t // 2 for t in total], [t - t // 2 for t in total]
-        return (less, more) if automatic == "SAME_UPPER" else (more, less)
-    given = list(node.attributes.get_ints("pads", ())) or [0] * (2 * rank)
-    return given[:rank], given[rank:]
 
 
 Flags = npt.NDArray[np.bool_]
