@@ -238,16 +238,21 @@ class RecipeFile:
         recipe: The accuracy passes.
         options: Options of `kenosis_ort.quantize_static`, as that takes them.
         data: Options of the command about samples, as it spells them.
+        host: The profile that a machine chose, where the caller named none: by its costs the file is laid out again,
+            and nothing says that the file is for that machine alone.
     """
 
     recipe: Recipe
     options: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
+    host: str | None = None
 
     def to_toml(self) -> str:
         """The recipe as text that `from_toml` reads."""
         options = {name: _word(name, value) for name, value in self.options.items()}
-        filled = {name: table for name, table in (("options", options), ("data", dict(self.data))) if table}
+        machine = {} if self.host is None else {"host": self.host}
+        tables = ("options", options), ("machine", machine), ("data", dict(self.data))
+        filled = {name: table for name, table in tables if table}
         return tomli_w.dumps({"schema": SCHEMA, "recipe": self.recipe.to_dict(), **filled})
 
     @classmethod
@@ -260,7 +265,11 @@ class RecipeFile:
         raw = parse(text, where)
         recipe = Recipe.from_dict(raw["recipe"], where=where)
         options = {name: _value(name, word, where) for name, word in raw.get("options", {}).items()}
-        return cls(recipe, options, raw.get("data", {}))
+        machine = raw.get("machine", {})
+        for name in machine.keys() - {"host"}:
+            raise OptionError(f"unknown '{name}' in [machine] of a recipe file", where=where, fix="host alone")
+        host = _value("host", machine["host"], where) if machine else None
+        return cls(recipe, options, raw.get("data", {}), host)
 
     def with_settings(self, given: Mapping[str, Any]) -> RecipeFile:
         """A copy with settings of the recipe replaced; ``my_pass.strength`` is one of a further pass.

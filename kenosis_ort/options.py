@@ -30,7 +30,7 @@ EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
 """Formats for other tools than the runtime."""
 
 
-OptionSource = Literal["caller", "host default", "stock default", "target default"]
+OptionSource = Literal["caller", "recipe", "host default", "stock default", "target default"]
 
 
 class OptionChoice(NamedTuple):

@@ -206,7 +206,7 @@ class Request:
         profile, speed = self.host, self.speed
         if profile is None or speed.tune == "off" or self.stock_reason is not None:
             return ""
-        if speed.host is not None:
+        if speed.host is not None or self.choices["host"].source == "recipe":
             how = "as asked for"
         elif not profile.is_of_class(machine().features):
             return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"

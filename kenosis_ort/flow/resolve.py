@@ -62,7 +62,7 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     stated = {name: value for name, value in checked.items() if name not in silent}
     groups = [group for name in ("speed", "placement") if (group := stated.pop(name, None)) is not None]
     fields = {name: getattr(group, name) for group in groups for name in group.stated}
-    request = resolve({**file.options, **fields, **stated, "recipe": file.recipe})
+    request = resolve({**file.options, **fields, **stated, "recipe": file.recipe}, file.host)
     calibration_config(request)  # raises where the method or its settings are wrong
     return request
 
@@ -81,12 +81,13 @@ _NAMES = ("op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "prim
 """Lists of names, which it shows where there are any."""
 
 
-def resolve(given: Mapping[str, Any]) -> Request:
+def resolve(given: Mapping[str, Any], recorded: str | None = None) -> Request:
     """The resolved request.
 
     Args:
         given: Options of the right types by the names of `kenosis_ort.option_types.OPTIONS`, the fields of groups one
             by one; one that is missing has its default.
+        recorded: The profile by which a recipe's file was laid out, where its caller named none.
 
     Raises:
         OptionError: An option is unknown or contradicts another.
@@ -110,7 +111,7 @@ def resolve(given: Mapping[str, Any]) -> Request:
     if o.accuracy_budget is not None:
         o.recipe = replace(o.recipe, mixed_precision=True, accuracy_budget=o.accuracy_budget)
     o.metric = None if o.metric is None else check_metric(o.metric)
-    o.host, o.types = target_options.profile_for(o.target, o.speed), o.target.data_types()
+    o.host, o.types = target_options.profile_for(o.target, o.speed, recorded), o.target.data_types()
     if o.host is not None and o.target.costs is not None:
         o.target = replace(o.target, costs=target_options.costs_for(o.target.costs, o.host, o.speed))
     o.recipe, o.widths = target_options.with_bits(o.recipe, o.weight_bits, o.activation_bits)
@@ -171,7 +172,8 @@ def resolve(given: Mapping[str, Any]) -> Request:
         host = o.speed.host
         shipped = o.host.name if o.host in o.target.profiles else None  # so that it can be asked for again
         named = host if isinstance(host, (str, os.PathLike)) else shipped
-        o.choices["host"] = OptionChoice(named, "host default" if host is None else "caller")
+        unsaid = OptionChoice(named, "recipe" if o.host.name == recorded else "host default")
+        o.choices["host"] = unsaid if host is None else OptionChoice(named, "caller")
     differ = [name for name in _SHOWN if shown[name] != option_types.OPTIONS[name].default]
     o.choices |= {name: OptionChoice(shown[name], "caller") for name in differ}
     # The request, and combinations that it cannot have.

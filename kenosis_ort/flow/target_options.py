@@ -199,7 +199,7 @@ def runtime_version() -> str:
     return f"onnxruntime {ort.__version__}"
 
 
-def profile_for(target: Target, speed: options.Speed) -> HostProfile | None:
+def profile_for(target: Target, speed: options.Speed, recorded: str | None = None) -> HostProfile | None:
     """The profile of the machine that a file is made for.
 
     Where the caller says nothing it is the one measured on this machine, else the target's nearest one.
@@ -207,6 +207,7 @@ def profile_for(target: Target, speed: options.Speed) -> HostProfile | None:
     Args:
         target: Whose runtime it is; None is returned where it has no profiles.
         speed: What the caller says.
+        recorded: The name of the one to take where the caller says nothing, if it comes with the target.
 
     Raises:
         OptionError: There is no such profile, or it is another target's or of another architecture.
@@ -216,6 +217,9 @@ def profile_for(target: Target, speed: options.Speed) -> HostProfile | None:
         if given is None:
             return None
         raise OptionError(f"target '{target.name}' has no costs of kernels", where="host", fix="leave host out")
+    known = {profile.name: profile for profile in target.profiles}
+    if given is None and recorded in known:
+        return known[recorded]
     if given is None:
         own = cached_profile(target.name, runtime_version(), speed.threads)
         usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
@@ -271,9 +275,9 @@ def with_own_profile(request: Request) -> Request:
     target, speed, profile = request.target, request.speed, request.host
     if target.hooks.probes is None or target.costs is None:
         return request
-    if speed.host is not None or request.stock_reason is not None:
+    if request.stock_reason is not None or profile is None or request.choices["host"].source != "host default":
         return request
-    if profile is None or profile not in target.profiles or not profile.shifted or pays(target, profile, speed.threads):
+    if profile not in target.profiles or not profile.shifted or pays(target, profile, speed.threads):
         return request
     profile = replace(profile, shifted={})
     choices = {**request.choices, "host": options.OptionChoice(None, "host default")}

@@ -32,7 +32,7 @@ else:
 
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
-_TABLES: Final = ("recipe", "options", "data")
+_TABLES: Final = ("recipe", "options", "machine", "data")
 
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 

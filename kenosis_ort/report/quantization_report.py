@@ -15,7 +15,7 @@ from kenosis_ort.storage.data import plain
 from kenosis_ort.storage.writing import check_apart, write_text
 from kenosis_ort.targets import DEFAULT_TARGET
 
-HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range", "host")
+HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
 """Options that this machine decides where none is given."""
 _USUAL: Final[Mapping[str, Any]] = {
     "quant_format": "QDQ",
@@ -66,7 +66,9 @@ class QuantizationReport(ReportFacts):
             options["promise"] = False
         if extra:
             options["extra_options"] = extra
-        return RecipeFile(self.recipe or Recipe(), options)
+        host = self.options.get("host")
+        by_machine = None if host is None or host.source == "caller" else host.value
+        return RecipeFile(self.recipe or Recipe(), options, host=by_machine)
 
     def save_recipe(self, path: str | os.PathLike[str]) -> None:
         """Writes `recipe_file`, which ``quantize_static(..., recipe=path)`` reads.

@@ -117,6 +117,7 @@ def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake, shell):
 
 
 WRONG = "options = 3, data = [], recipe = 5, = =, [data] batch_size = 'x', [data] seed = -1, [data] nothing = 1"
+WRONG += ", [machine] threads = 1, [machine] host = 3"
 
 
 @pytest.mark.parametrize("text", WRONG.split(", "))

@@ -148,6 +148,7 @@ def test_it_is_a_recipe_for_the_library_as_well(shell):
     assert recipe.speed.form == "int8", "what timing decided"
     file = RecipeFile.load("mine.toml")
     assert set(quantization_report.HOST_CHOICES) <= file.options.keys()
+    assert (file.host, "host" in file.options) == ("vnni", False), "the machine's choice is none of the caller's"
     assert str(shell.folder) not in str(replace(file, data={})), "no folder of this machine but where the data were"
 
 

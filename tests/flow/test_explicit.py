@@ -420,6 +420,9 @@ def test_weights_that_may_clip(tmp_path, pretend, machine, named, gains):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Score, "beats", lambda *_: gains)
         made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", **({"host": named} if named else {}))
+        made.report.save_recipe(tmp_path / "kept.toml")
+        again = make(model, tmp_path / "again.onnx", models.feeds(model, 16), recipe=tmp_path / "kept.toml")
+    assert again.out.read_bytes() == made.out.read_bytes()
     taken = machine is VNNI and named is not None and gains
     notes = " ".join(made.report.notes)
     processors = [e.value for e in made.written.metadata_props if e.key == "kenosis_ort.processors"]

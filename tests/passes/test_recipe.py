@@ -61,7 +61,7 @@ options = st.fixed_dictionaries({}, optional={
 
 @given(recipes, options)
 def test_what_is_written_is_read(recipe, said):
-    file = RecipeFile(recipe, said, {"limit": 3})
+    file = RecipeFile(recipe, said, {"limit": 3}, "vnni")
     assert RecipeFile.from_toml(file.to_toml()) == file
 
 
