@@ -20,7 +20,7 @@ initializer that the runtime would compute, in front of DequantizeLinear; the bi
 beside it. Source: Pappalardo et al., "QONNX", 2022, section IV.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -30,7 +30,7 @@ from onnx import TensorProto
 from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.constants import LAYERS, LAYOUT
 from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
-from kenosis_ort.graph.view import ir, optional, required
+from kenosis_ort.graph.view import ir, moved_by, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _INTEGERS = (np.int8, np.uint8)
@@ -337,30 +337,17 @@ def _laid_out(node: ir.Node, source: ir.Node, live: Edits) -> tuple[Array, int |
     """The integers as the layout operator leaves them, and their channel axis; None where that is not known."""
     integers, scale = live.array(source.inputs[0]), live.array(source.inputs[1])
     others = [live.array(value) for value in node.inputs[1:] if value is not None]
-    if integers is None or scale is None or any(array is None for array in others):
+    moved = moved_by(node, [integers, *others])
+    if integers is None or scale is None or moved is None:
         return None
-    moved = _moved(node, integers, others)
-    if moved is None or scale.ndim == 0:
-        return None if moved is None else (moved, None)
+    if scale.ndim == 0:
+        return moved[0], None
     axis = source.attributes.get_int("axis", 1) % max(integers.ndim, 1)
     channels = np.arange(integers.shape[axis]).reshape([-1 if at == axis else 1 for at in range(integers.ndim)])
-    places = _moved(node, np.broadcast_to(channels, integers.shape), others)  # the channel of each
-    assert places is not None
+    (places,) = moved_by(node, [np.broadcast_to(channels, integers.shape), *others]) or moved  # the channel of each
     along = [at for at, size in enumerate(places.shape) if size == channels.size]
     for at in along:
         shape = [-1 if other == at else 1 for other in range(places.ndim)]
         if np.array_equal(places, np.broadcast_to(channels.reshape(shape), places.shape)):
-            return moved, at
+            return moved[0], at
     return None
-
-
-def _moved(node: ir.Node, data: Array, others: Sequence[Array | None]) -> Array | None:
-    """Result of a layout operator on a constant, None where the shapes do not fit."""
-    from onnx.reference import ReferenceEvaluator
-
-    names = [value.name or "" for value in node.inputs if value is not None]
-    try:
-        (found,) = ReferenceEvaluator(ir.to_proto(node)).run(None, dict(zip(names, (data, *others), strict=True)))
-    except (ValueError, IndexError):
-        return None
-    return np.asarray(found)

@@ -9,7 +9,7 @@ the body, so that a rule about single consumers never misses one.
 import importlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,6 +89,19 @@ def channel_axis(layer: ir.Node, rank: int = 2) -> int:
     if layer.op_type == "ConvTranspose":
         return 1
     return 0 if layer.op_type == "Conv" or layer.attributes.get_int("transB", 0) != 0 else rank - 1
+
+
+def moved_by(node: ir.Node, inputs: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]] | None:
+    """Outputs of a node that moves numbers, for its inputs; None where one is missing, or shapes do not fit."""
+    from onnx.reference import ReferenceEvaluator
+
+    feed = dict(zip((value.name or "" for value in node.inputs if value is not None), inputs, strict=True))
+    if any(array is None for array in feed.values()):
+        return None
+    try:
+        return [np.asarray(found) for found in ReferenceEvaluator(ir.to_proto(node)).run(None, feed)]
+    except (ValueError, IndexError, TypeError):  # the last for attributes of an older operator set
+        return None
 
 
 def further_outputs(node: ir.Node) -> list[ir.Value]:

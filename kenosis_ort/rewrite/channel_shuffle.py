@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.view import further_outputs, ir, optional
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, known, operand, refuse_if, rule
+from kenosis_ort.graph.view import further_outputs, ir, moved_by
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, refuse_if, rule
 
 Indices = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ def find_selection(editor: Editor, value: ir.Value) -> Selection | None:
         at = operand(node, 0)
         try:
             chosen = _chosen(editor, at, value, path)
-        except (NotCollapsibleError, ValueError, IndexError):  # numpy: a shape or an index that does not fit
+        except NotCollapsibleError:
             continue
         if chosen is not None:
             found = Selection(at, value, chosen, editor.picture(at).channels or 0, tuple(path))
@@ -70,46 +70,14 @@ def _chosen(editor: Editor, source: ir.Value, value: ir.Value, path: Sequence[ir
     picture: Indices = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
     moved = picture
     for node, after in zip(path, (*(operand(n, 0) for n in path[1:]), value), strict=True):
-        moved = _apply(editor, node, moved, list(node.outputs).index(after))
+        results = moved_by(node, [moved, *(editor.array(given) for given in node.inputs[1:] if given is not None)])
+        if results is None:
+            return None
+        moved = results[list(node.outputs).index(after)]
     if moved.ndim != _RANK or moved.shape[0] != shape[0] or moved.shape[2:] != tuple(shape[2:]):
         return None
     chosen: Indices = moved[0, :, 0, 0] // (shape[2] * shape[3])
     return chosen if np.array_equal(picture[:, chosen], moved) else None
-
-
-def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
-    if node.op_type == "Transpose":
-        return np.transpose(x, node.attributes.get_ints("perm", None))
-    if node.op_type == "Reshape":
-        wanted = _constant(editor, node, 1).reshape(-1).tolist()
-        refuse_if(node.attributes.get_int("allowzero", 0) and 0 in wanted, "it is empty")
-        return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
-    if node.op_type == "Gather":
-        return np.asarray(np.take(x, _constant(editor, node, 1), axis=node.attributes.get_int("axis", 0)))
-    if node.op_type == "Slice":
-        starts, ends = _constant(editor, node, 1), _constant(editor, node, 2)
-        axes = _constant(editor, node, 3) if optional(node, 3) else np.arange(len(starts))
-        steps = _constant(editor, node, 4) if optional(node, 4) else np.ones_like(starts)
-        window = [slice(None)] * x.ndim
-        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-            window[axis] = slice(int(start), int(end), int(step))
-        return x[tuple(window)]
-    if node.op_type == "Split":
-        axis, count = node.attributes.get_int("axis", 0), len(node.outputs)
-        if optional(node, 1):
-            sizes = _constant(editor, node, 1)
-        elif x.shape[axis] % count:
-            raise NotCollapsibleError(f"'{node.name}' splits unevenly")
-        else:
-            sizes = np.full(count, x.shape[axis] // count)
-        return np.split(x, np.cumsum(sizes)[:-1], axis=axis)[output]
-    sides = tuple(int(side) for side in _constant(editor, node, 1))
-    return x.squeeze(sides) if node.op_type == "Squeeze" else np.expand_dims(x, sides)
-
-
-def _constant(editor: Editor, node: ir.Node, position: int) -> Indices:
-    array = known(editor.array(optional(node, position)), f"'{node.name}' moves by what is computed")
-    return array.astype(np.int64)
 
 
 _MOST_GROUPS = 4
