@@ -13,6 +13,7 @@ import tarfile
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from kenosis_ort.calibration.feeds import Array
 from kenosis_ort.calibration.readers import IndexedReader, StreamReader
+from kenosis_ort.checks import path as check_path, several, whole
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.storage.writing import absolute
 
@@ -80,11 +82,10 @@ class ImageFolderReader(IndexedReader):
         batch_size: int = 1,
         dtype: npt.DTypeLike = np.float32,
     ) -> None:
-        if min(batch_size, 1 if limit is None else limit) < 1:
-            raise CalibrationError("limit and batch_size must be positive.", fix="Give whole numbers above 0.")
         self._pixels = Pixels(size, layout, mean, std, scale, channel_order, resize, fill, dtype)
-        self._files = _find(absolute(folder))[:limit]
-        self._input_name, self._batch_size = input_name, batch_size
+        most = None if limit is None else whole("limit", limit, least=1)
+        self._files = _find(absolute(check_path("folder", folder)))[:most]
+        self._input_name, self._batch_size = input_name, whole("batch_size", batch_size, least=1)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -124,8 +125,8 @@ class Pixels:
                 raise CalibrationError(
                     f"{name}={getattr(self, name)!r} is not known.", fix=f"Use one of {', '.join(known)}."
                 )
-        if min(self.size) < 1:
-            raise CalibrationError("size must be positive.", fix="Give height and width in pixels.")
+        if len(several("size", self.size, each=partial(whole, least=1), what="two whole numbers")) != 2:
+            raise CalibrationError(f"size={self.size} is no pair.", fix="Give height and width in pixels.")
         self._per_channel("mean")
         if not self._per_channel("std").all():
             raise CalibrationError("std must not be 0.", fix="Give what the model was trained with.")
@@ -230,9 +231,7 @@ class _FileReader(StreamReader):
             raise CalibrationError("The calibration data does not exist.", where=str(path), fix="Check the path.")
         if not inputs:
             raise CalibrationError("No input is named.", where="inputs", fix="inputs={'name of the input': 'field'}")
-        if batch_size < 1:
-            raise CalibrationError(f"The batch size {batch_size} is not positive.", fix="Give a whole number above 0.")
-        self._inputs, self._batch_size = dict(inputs), batch_size
+        self._inputs, self._batch_size = dict(inputs), whole("batch_size", batch_size, least=1)
         self._pixels = None if images is None else Pixels(**images)
 
     @property

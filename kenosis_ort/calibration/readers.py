@@ -18,6 +18,7 @@ import numpy as np
 from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration.feeds import Array, Feed, InputSpec, Provenance, sample_feeds
+from kenosis_ort.checks import whole
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from kenosis_ort.storage.writing import absolute, regular
 
@@ -142,9 +143,7 @@ class ArrayReader(IndexedReader):
         input_name: str | None = None,
         inputs: Collection[str] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise CalibrationError(f"The batch size {batch_size} is not positive.", fix="Give a whole number above 0.")
-        self._batch_size = batch_size
+        self._batch_size = whole("batch_size", batch_size, least=1)
         self._arrays: dict[str, Array] = {}
         self._feeds: Sequence[Mapping[str, Any]] = ()
         self._files: list[Path] = []
@@ -154,7 +153,7 @@ class ArrayReader(IndexedReader):
             where = os.fspath(source)
             self._open(absolute(source), input_name)
         elif isinstance(source, Mapping):
-            self._arrays = {str(name): np.asarray(array) for name, array in source.items()}
+            self._arrays = {str(name): _as_array(str(name), array) for name, array in source.items()}
             where = "the dictionary of arrays"
         elif isinstance(source, Sequence):
             self._feeds, where = cast("Sequence[Mapping[str, Any]]", source), "the sequence of feeds"
@@ -248,6 +247,13 @@ _UNREADABLE: Final = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
 )
 """What numpy and zipfile raise of files that are damaged, encrypted or none of theirs."""
+
+
+def _as_array(name: str, given: Any) -> Array:
+    try:
+        return np.asarray(given)
+    except ValueError as error:
+        raise CalibrationError(f"The data of '{name}' is no array: {error}.", where=name, fix="Stack it.") from error
 
 
 def _load_npy(path: Path) -> Array:

@@ -30,6 +30,7 @@ from kenosis_ort.calibration.synthetic.kinds import (
 )
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
+from kenosis_ort.checks import whole
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -92,10 +93,7 @@ class SyntheticReader(IndexedReader):
         real: Any = None,
         custom_op_libraries: Sequence[str] = (),
     ) -> None:
-        if samples < 1:
-            raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.", fix="Give one.")
-        if seed < 0:
-            raise CalibrationError(f"The seed, {seed}, is negative.", fix="Give 0 or more.")
+        samples, seed = whole("samples", samples, least=1), whole("seed", seed)
         proto = load_model(model, ask_runtime=False).proto
         self._samples, self.seed = samples, seed
         settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
