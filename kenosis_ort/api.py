@@ -193,25 +193,25 @@ def quantize(
         )
     c = quant_config
     types_open = c.activation_type == QuantType.QInt8 and c.weight_type == QuantType.QInt8
-    return quantize_static(
-        model_input,
-        model_output,
-        c.calibration_data_reader,
-        quant_format=UNSET if c.quant_format is QuantFormat.QDQ else c.quant_format,
-        op_types_to_quantize=c.op_types_to_quantize,
-        per_channel=c.per_channel or UNSET,
-        reduce_range=c.reduce_range or UNSET,
-        activation_type=UNSET if types_open else c.activation_type,
-        weight_type=UNSET if types_open else c.weight_type,
-        nodes_to_quantize=c.nodes_to_quantize,
-        nodes_to_exclude=c.nodes_to_exclude,
-        use_external_data_format=c.use_external_data_format or UNSET,
-        calibrate_method=UNSET if c.calibrate_method == CalibrationMethod.MinMax else c.calibrate_method,
-        calibration_providers=c.calibration_providers,
-        extra_options=c.extra_options,
-        calibration_cache_path=getattr(c, "calibration_cache_path", None),
-        **extras,
-    )
+    stated = {
+        "calibration_data_reader": c.calibration_data_reader,
+        "quant_format": UNSET if c.quant_format is QuantFormat.QDQ else c.quant_format,
+        "op_types_to_quantize": c.op_types_to_quantize,
+        "per_channel": c.per_channel or UNSET,
+        "reduce_range": c.reduce_range or UNSET,
+        "activation_type": UNSET if types_open else c.activation_type,
+        "weight_type": UNSET if types_open else c.weight_type,
+        "nodes_to_quantize": c.nodes_to_quantize,
+        "nodes_to_exclude": c.nodes_to_exclude,
+        "use_external_data_format": c.use_external_data_format or UNSET,
+        "calibrate_method": UNSET if c.calibrate_method == CalibrationMethod.MinMax else c.calibrate_method,
+        "calibration_providers": c.calibration_providers,
+        "extra_options": c.extra_options,
+        "calibration_cache_path": getattr(c, "calibration_cache_path", None),
+    }
+    for name in stated.keys() & extras.keys():
+        raise OptionError(f"the configuration says {name}, and so does the call", where=name, fix="say it in one")
+    return quantize_static(model_input, model_output, **stated, **extras)
 
 
 @last_gate

@@ -16,6 +16,7 @@ import onnx
 from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
+from kenosis_ort.checks import several
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.file_checks import check_biases
@@ -193,13 +194,13 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         return resolve(
             {
                 "model_output": "model.onnx",  # named in messages alone
-                "op_types_to_quantize": list(self.op_types_to_quantize),
+                "op_types_to_quantize": several("op_types_to_quantize", self.op_types_to_quantize),
                 "per_channel": bool(self.per_channel),
                 "reduce_range": bool(self.reduce_range),
                 "activation_type": self.activation_qType,
                 "weight_type": self.weight_qType,
-                "nodes_to_quantize": list(self.nodes_to_quantize or ()),
-                "nodes_to_exclude": list(self.nodes_to_exclude or ()),
+                "nodes_to_quantize": several("nodes_to_quantize", self.nodes_to_quantize or ()),
+                "nodes_to_exclude": several("nodes_to_exclude", self.nodes_to_exclude or ()),
                 "extra_options": extra,
                 "recipe": "plain",
                 "promise": False,

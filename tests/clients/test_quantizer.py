@@ -150,6 +150,12 @@ def test_whatever_fails_gives_stocks_result(tmp_path, monkeypatch, caplog):
     assert any(r.exc_info for r in caplog.records), "the traceback is logged"
 
 
+def test_a_name_that_is_no_list_goes_through_stock(tmp_path):
+    """Which takes it for a text that holds the names."""
+    model, _, data = calibrated(models.residual_block(), tmp_path)
+    assert "is a string, not a list" in str(same_as_stock(model, data, nodes_to_exclude="conv1")[0].message)
+
+
 def test_a_quantized_model_goes_through_stock(tmp_path):
     model, feeds, data = calibrated(models.residual_block(), tmp_path)
     quantized = sorted_copy(build(StockQDQQuantizer, model, data).model.model)

@@ -291,6 +291,8 @@ def test_config_object(tmp_path):
     assert {name: said[name] for name in given} == {name: (value, "caller") for name, value in given.items()}
     assert report.calibration.method == "percentile"
     assert report.fusion is None
+    with pytest.raises(OptionError, match="the configuration says per_channel"):
+        quantize(model, tmp_path / "out.onnx", config, per_channel=False)
 
 
 def test_config_defaults_leave_the_choice_to_the_host(tmp_path):
