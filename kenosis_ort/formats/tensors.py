@@ -255,7 +255,7 @@ class Edits(LiveGraph):
 
     def __init__(self, model: onnx.ModelProto, *, copied: bool = True) -> None:
         super().__init__(model, copied=copied)
-        self._is_written = not copied  # a copy in any case
+        self._is_edited = copied  # a copy in any case
         self._names |= all_names(model)  # those in bodies too
         self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
 

@@ -67,7 +67,7 @@ class LiveGraph(GraphView):
         self._changed: set[str] = set()
         self._stale: set[str] = set()
         self._renamed: dict[str, ir.Value] = {}
-        self._is_written = True
+        self._is_edited = False  # beyond what the sets above tell
         self.begin(self.keep_values)
 
     def read_types(self) -> None:
@@ -146,7 +146,6 @@ class LiveGraph(GraphView):
         self._tensors[tensor.name] = put_outside(tensor)
         self._changed.add(tensor.name)
         self._largest.pop(constant, None)
-        self._is_written = False
 
     def register(self, tensor: onnx.TensorProto) -> ir.Value:
         """Stores a new constant under the tensor's name."""
@@ -158,7 +157,6 @@ class LiveGraph(GraphView):
         self.graph.register_initializer(value)
         self._tensors[tensor.name] = tensor
         self._changed.add(tensor.name)
-        self._is_written = False
         return value
 
     def add_initializer(self, tensor: onnx.TensorProto, instead_of: ir.Value) -> None:
@@ -173,20 +171,20 @@ class LiveGraph(GraphView):
         old = node.inputs[position]
         node.replace_input_with(position, value)
         self._release(old)
-        self._is_written = False
+        self._is_edited = True
 
     def remove(self, node: ir.Node) -> None:
         """Removes a node; its outputs must have been taken over by another one, or be read no more."""
         for position in range(len(node.inputs)):
             self.read(node, position, None)
         self.graph.remove(node)
-        self._is_written = False
+        self._is_edited = True
 
     def move_before(self, node: ir.Node, other: ir.Node) -> None:
         """Puts a node, whose output nothing in between reads, in front of another one behind it."""
         self.graph.remove(node)
         self.graph.insert_before(other, node)
-        self._is_written = False
+        self._is_edited = True
 
     def redirect(self, old: ir.Value, new: ir.Value) -> None:
         """Makes every node of the main graph that reads ``old`` read ``new`` instead."""
@@ -194,7 +192,7 @@ class LiveGraph(GraphView):
             if node.graph is self.graph:
                 node.replace_input_with(position, new)
         self._release(old)
-        self._is_written = False
+        self._is_edited = True
 
     def hand_over(self, value: ir.Value, base: str = "") -> ir.Value:
         """The name, type and readers of a value as one that no node makes yet; the value itself gets a fresh name."""
@@ -210,7 +208,7 @@ class LiveGraph(GraphView):
         own = node.outputs[position]
         output.replace_all_uses_with(own, replace_graph_outputs=True)
         own.name, own.type, own.shape = output.name, output.type, output.shape
-        self._is_written = False
+        self._is_edited = True
 
     def rename_grown(self, value: ir.Value, base: str, *, axis: int, size: int) -> None:
         """Gives a value, which is not pinned, a fresh name and another size along an axis."""
@@ -218,13 +216,11 @@ class LiveGraph(GraphView):
         if value.shape is not None:
             value.shape = ir.Shape([size if at == axis else dim for at, dim in enumerate(value.shape)])
         self._renamed[old or ""] = value
-        self._is_written = False
 
     def forget_shape(self, value: ir.Value) -> None:
         """Has a value's shape inferred anew."""
         value.shape = None
         self._stale.add(value.name or "")
-        self._is_written = False
 
     def rewrite(
         self, node: ir.Node, operator: str, inputs: Inputs, attributes: Attributes | None = None, *, domain: str = ""
@@ -241,7 +237,6 @@ class LiveGraph(GraphView):
         node.op_type, node.domain = operator, domain
         self.graph.opset_imports.setdefault(domain, 1)
         self._rewritten.add(node)
-        self._is_written = False
 
     def set_attribute(self, node: ir.Node, name: str, value: Attribute | None) -> None:
         """Gives a node an attribute, or takes it away; None for the latter."""
@@ -250,7 +245,6 @@ class LiveGraph(GraphView):
         else:
             node.attributes.add(ir.convenience.convert_attribute(name, value))
         self._rewritten.add(node)
-        self._is_written = False
 
     def insert_before(
         self,
@@ -312,7 +306,7 @@ class LiveGraph(GraphView):
         written = written or [ir.Value(name=self.fresh_name(f"{node.name}_{operator}_output"))]
         name = reserve_name(base or f"{node.name}_{operator}", self._node_names)
         made = [ir.convenience.convert_attribute(key, value) for key, value in attributes.items()]
-        self._is_written = False
+        self._is_edited = True
         return ir.Node("", operator, inputs, made, outputs=written, name=name)
 
     def _release(self, value: ir.Value | None) -> None:
@@ -328,7 +322,6 @@ class LiveGraph(GraphView):
         for name, value in self._released.items():
             if name in stored and not value.uses() and not value.is_graph_output() and not value.is_graph_input():
                 del stored[name]
-                self._is_written = False
         for name in self._stored:
             if name in stored:
                 stored[name] = stored.pop(name)
@@ -338,11 +331,11 @@ class LiveGraph(GraphView):
     @property
     def has_edits(self) -> bool:
         """Whether something was edited that `write` has not brought to the protobuf yet."""
-        return not self._is_written
+        return self._is_edited or bool(self._changed or self._rewritten or self._renamed or self._stale)
 
     def write(self) -> onnx.ModelProto:
         """Brings the protobuf up to date and returns it."""
-        if self._is_written:
+        if not self.has_edits:
             return self.proto
         self.settle()
         if self._copied:
@@ -373,7 +366,7 @@ class LiveGraph(GraphView):
         self._changed.clear()
         self._stale.clear()
         self._renamed.clear()
-        self._is_written = True
+        self._is_edited = False
         return self.proto
 
     def _as_proto(self, node: ir.Node) -> onnx.NodeProto:
