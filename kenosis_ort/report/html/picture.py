@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kenosis_ort.plan import Decision, PlacementPlan
+from kenosis_ort.plan import Decision, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.evidence import (
     GraphSketch,
     LayerTime,
@@ -28,7 +28,7 @@ from kenosis_ort.report.evidence import (
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.html.words import REGIONS, Region, decibels, number, region_of
 from kenosis_ort.storage.data import finite
-from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.targets.proof import FusionReport, KernelReport
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
@@ -36,25 +36,18 @@ _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Facts about one node; numbers are None where nothing was measured."""
+    """Facts about one node, those that are not known empty; numbers are None where nothing was measured."""
 
-    name: str
-    op_type: str
+    node: SketchNode
+    decision: NodeDecision
+    kernel: KernelReport
+    layer: LayerTime
     region: Region
-    rule: str
-    reason: str
-    kernel: str
     status: str
-    why: str
-    absorbed: tuple[str, ...]
     remedy: str
-    shape: str
-    weight: str
     sqnr_db: float | None
     before_ms: float | None
     after_ms: float | None
-    path: str = ""
-    estimated_ms: float | None = None
 
 
 def node_facts(
@@ -70,30 +63,23 @@ def node_facts(
     times = evidence.times
     before, after = ({}, {}) if times is None else (by_key(taken, "node") for taken in (times.before, times.after))
     signal = evidence.signal_by_node
-    paths = {layer.node: layer.path for layer in layers}
-    estimated = {x.node: x.estimated_us / 1e3 for x in layers if x.estimated_us is not None}
+    known = {layer.node: layer for layer in layers}
     facts = []
     for node in sketch:
-        decision, kernel = decisions.get(node.name), kernels.get(node.name)
+        name, op_type = node.name, node.op_type
+        decision, kernel = decisions.get(name), kernels.get(name)
         facts.append(
             NodeFacts(
-                name=node.name,
-                op_type=node.op_type,
+                node=node,
+                decision=decision or NodeDecision(name, op_type, Kind.FLOAT, "", ""),
+                kernel=kernel or KernelReport(name, op_type, "", integer=False),
+                layer=known.get(name) or LayerTime(name, op_type),
                 region=region_of(decision, kernel),
-                rule="" if decision is None else decision.rule,
-                reason="" if decision is None else decision.reason,
-                kernel="" if kernel is None else kernel.kernel,
                 status="" if kernel is None else kernel.status.value,
-                why="" if kernel is None else kernel.reason,
-                absorbed=() if kernel is None else tuple(kernel.absorbed),
-                remedy=remedies.get(node.name, ""),
-                shape=node.shape,
-                weight=node.weight,
-                sqnr_db=signal.get(node.name),
-                before_ms=before.get(node.name),
-                after_ms=after.get(node.name),
-                path=paths.get(node.name, ""),
-                estimated_ms=estimated.get(node.name),
+                remedy=remedies.get(name, ""),
+                sqnr_db=signal.get(name),
+                before_ms=before.get(name),
+                after_ms=after.get(name),
             )
         )
     return tuple(facts)
@@ -116,9 +102,7 @@ def picture_data(plan: PlacementPlan, evidence: ReportEvidence, facts: Sequence[
     reads: dict[str, list[Decision]] = {}
     for decision in plan.decisions:
         reads.setdefault(decision.edge.consumer, []).append(decision)
-    nodes = [
-        _node(fact, node, reads.get(node.name, ()), tensors, add) for fact, node in zip(facts, graph.nodes, strict=True)
-    ]
+    nodes = [_node(fact, reads.get(fact.node.name, ()), tensors, add) for fact in facts]
     edges = _edges(graph)
     regions: list[Region] = ["terminal"] * len(graph.inputs)
     regions += [fact.region for fact in facts] + ["terminal"] * len(graph.outputs)
@@ -137,11 +121,12 @@ def picture_data(plan: PlacementPlan, evidence: ReportEvidence, facts: Sequence[
 
 
 def _node(
-    fact: NodeFacts, node: SketchNode, reads: Sequence[Decision], tensors: Mapping[str, int], add: Callable[[str], int]
+    fact: NodeFacts, reads: Sequence[Decision], tensors: Mapping[str, int], add: Callable[[str], int]
 ) -> list[Any]:
+    node = fact.node
     texts = (
-        *(fact.name, fact.op_type, fact.rule, fact.reason, fact.kernel, fact.status, fact.why, fact.shape),
-        *(fact.weight, ", ".join(fact.absorbed), fact.remedy),
+        *(node.name, node.op_type, fact.decision.rule, fact.decision.reason, fact.kernel.kernel, fact.status),
+        *(fact.kernel.reason, node.shape, node.weight, ", ".join(fact.kernel.absorbed), fact.remedy),
     )
     edges = [
         [add(d.edge.value), add(d.how.value), add(d.rule), add(d.reason), tensors.get(d.edge.value, -1)] for d in reads
@@ -302,7 +287,7 @@ def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> Plot | 
     layers = [layer for layer in evidence.layers if not math.isnan(layer.sqnr_db)]
     if not layers:
         return None
-    numbers = {fact.name: index for index, fact in enumerate(facts)}
+    numbers = {fact.node.name: index for index, fact in enumerate(facts)}
     finite = [min(layer.sqnr_db, _CEILING_DB) for layer in layers]
     low = min(0.0, 10 * math.floor(max(min(finite), -20.0) / 10))
     high = max(40.0, 10 * math.ceil(max(finite) / 10))
@@ -329,7 +314,7 @@ def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> Plot | 
     }
 
 
-def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count: int = 6) -> list[Plot]:
+def signal_losses(evidence: ReportEvidence, *, count: int = 6) -> list[Plot]:
     """The nodes that lose most signal, from the weakest of their inputs to their output."""
     if evidence.graph is None:
         return []
@@ -342,7 +327,7 @@ def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count
         after = min(known) if known else before
         reaching.update((name, signal.get(name, before)) for name in node.outputs)
         if known and node.inputs and min(before, _CEILING_DB) - after > 1.0:
-            about = {"node": index, "name": node.name, "op_type": facts[index].op_type}
+            about = {"node": index, "name": node.name, "op_type": node.op_type}
             losses.append({**about, "before": before, "after": after, "lost": before - after})
     return sorted(losses, key=lambda loss: loss["after"] - min(loss["before"], _CEILING_DB))[:count]
 
