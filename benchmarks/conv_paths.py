@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--host", help="whose choice to print: a profile's name or file (default: this machine's)")
     arguments = parser.parse_args()
     costs = costs_of(arguments.host)
-    print(f"{'Conv':<24} {'direct':>9} {'product':>9} {'ratio':>6}  {costs.host:<8} bits")
+    print(f"{'Conv':<24} {'direct':>9} {'product':>9} {'ratio':>6}  {costs.profile.name:<8} bits")
     gained = lost = 0.0
     count = 0
     for label, direct, product, ratio, chosen, same in rows(costs, arguments.seconds):
@@ -124,7 +124,7 @@ def main() -> None:
         gained += np.log(got)
         lost += np.log(best / got)
         count += 1
-    print(f"{costs.host}: {np.exp(gained / count):.3f}x of the direct kernel")
+    print(f"{costs.profile.name}: {np.exp(gained / count):.3f}x of the direct kernel")
     print(f"the best choice for each shape would be {np.exp(lost / count):.3f}x of that")
 
 

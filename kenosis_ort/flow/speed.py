@@ -66,10 +66,10 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     found = choose_regions(builder.prepared.graph, plan, costs, builder.planned, request.target.float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
-    may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
+    may_pay = found.plan.integer_nodes() and found.cost.speed * costs.profile.error >= 1
     if costs.anywhere and found.whole_net and request.speed.promise:
         if request.target.hooks.time is not None and may_pay:
-            timed = f"{found.reason} by the table, which is off by up to {costs.error:.1f}x: it is timed"
+            timed = f"{found.reason} by the table, which is off by up to {costs.profile.error:.1f}x: it is timed"
             return found.keep_float, timed
         reason = f"{found.reason}, estimated by the table, not timed"
         return dict.fromkeys(plan.integer_nodes(), reason), reason
@@ -218,7 +218,7 @@ class _Forms:
             return None
         plain = prepare_model(self._original, request.unrewritten, Journal())
         in_float = NetCosts(plain.graph, costs).estimate(PlacementPlan(request.target.name))
-        return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
+        return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.profile.error)
 
     def _summary(self, records: Sequence[SpeedCandidate], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
         speed = self._request.speed

@@ -222,12 +222,12 @@ def profile_for(target: Target, speed: options.Speed, recorded: str | None = Non
         return known[recorded]
     if given is None:
         own = cached_profile(target.name, runtime_version(), speed.threads)
-        usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
+        usable = own is not None and own.kernels.keys() >= target.costs.profile.kernels.keys()
         if own is not None and usable:
             return own
         return nearest(target.profiles, machine().features, saturates=target.data_types().saturates)
     profile = given if isinstance(given, HostProfile) else _named(target, given)
-    lacking = ", ".join(sorted(target.costs.kernels.keys() - profile.kernels.keys())[:5])
+    lacking = ", ".join(sorted(target.costs.profile.kernels.keys() - profile.kernels.keys())[:5])
     features = machine().features
     other, here = ("Arm" if processor_class(f) == ARM else "x86-64" for f in (profile.features, features))
     for is_wrong, what, fix in (
@@ -311,13 +311,14 @@ def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[
     shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
     if not shifted or target.costs is None:
         return
+    here = target.costs.profile
     plain = replace(plan, decisions=tuple(replace(d, zero_point=0) for d in plan.decisions))
     yield (
-        f"{len(shifted)} Convs have weights of zero point -1, which select a faster kernel on '{target.costs.host}', "
+        f"{len(shifted)} Convs have weights of zero point -1, which select a faster kernel on '{here.name}', "
         "with the same results everywhere. For another machine pass its profile as host, or quantize there."
     )
     for profile in target.profiles:
-        if profile.name != target.costs.host:
+        if profile.name != here.name:
             net = NetCosts(view, profile.table(target.costs))
             there = net.estimate(plain).planned_us / net.estimate(plan).planned_us
             if there < _SLOWER:

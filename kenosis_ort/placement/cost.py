@@ -111,7 +111,7 @@ class NetCosts:
         planned = PlannedCosts(self, plan)
         nodes = tuple(planned.cost_of(node) for node in self.view.nodes if str(node.name) in self.float_us)
         unknown = tuple(name for name, work in self.works.items() if work is None)
-        return CostEstimate(nodes, planned.borders(), self.costs.run, unknown)
+        return CostEstimate(nodes, planned.borders(), self.costs.profile.run, unknown)
 
     def values(self) -> list[ir.Value]:
         """The inputs, and what nodes compute."""

@@ -7,8 +7,8 @@ Without measuring, a region is left float only where the gain is clear by these 
 Would the whole net be slower in integer than in float, as nets of microseconds may be, whose kernels cost more to call
 than to run? Would it be faster with its first few heavy nodes in float, as mobile nets may be, which begin with the two
 slowest shapes of the integer kernels? And would it be parted anywhere else, at the least cost of kernels and
-conversions? An estimate is off by up to `CostTable.error`, so a whole net is only given up beyond that; two placements
-of one net share part of the error, so less is asked there.
+conversions? An estimate is off by up to `HostProfile.error`, so a whole net is only given up beyond that; two
+placements of one net share part of the error, so less is asked there.
 
 Where integer kernels are slower than float ones for many shapes (`CostTable.anywhere`), the cheapest parting of the
 net is asked for instead, wherever its float regions lie, and whether integer pays at all is the estimate's to say.
@@ -224,7 +224,7 @@ def choose_regions(
     gains = parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
     if gains and parted.keep_float and parted.plan.integer_nodes():
         best = parted
-    if best.cost.speed * costs.error < 1:
+    if best.cost.speed * costs.profile.error < 1:
         reason = f"int8 is estimated at {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
         return replace(whole, whole_net=True, reason=reason)
     return best

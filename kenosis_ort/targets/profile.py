@@ -99,31 +99,21 @@ class CostTable:
     """The kernels of one runtime on one kind of machine, one thread.
 
     Attributes:
-        run: Microseconds of a run besides its kernels.
-        kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
-        error: Largest factor seen between the estimated and the measured speed of a net relative to float.
+        profile: What its kernels cost on the machine.
         work: Counts what a node does; None where shapes that matter are not known.
         fused: Classes that cost nothing behind a float Conv or Gemm.
         gates: Functions f that cost nothing in float where ``x * f(x)`` is all they are for.
         blocked: Operators whose float kernels keep channels in blocks.
-        shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
-        warm: Share of a call's own cost that is left in nets small enough to stay in the near caches.
-        host: Name of the machine's profile; empty for a table of one machine alone.
         shows_times: Reports may give microseconds: the file is made for a processor of the class that was measured.
         anywhere: Integer kernels are slower than float ones for many shapes, so that regions anywhere in a net are left
             float by estimate, not only its first nodes.
     """
 
-    run: float
-    kernels: Mapping[str, tuple[KernelCost, KernelCost | None]]
-    error: float
+    profile: HostProfile
     work: Callable[[GraphView, ir.Node], Work | None]
     fused: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
     gates: frozenset[str] = frozenset()
-    shifted: Mapping[str, KernelCost] = field(default_factory=dict)
-    warm: float = 1.0
-    host: str = ""
     shows_times: bool = True
     anywhere: bool = False
 
@@ -138,14 +128,14 @@ class CostTable:
 
     def integer_us(self, work: Work, cold: float = 1.0) -> float | None:
         """The microseconds of a node in integer, None without an integer kernel."""
-        if work.second and work.shape_class in self.shifted:
+        if work.second and work.shape_class in self.profile.shifted:
             return self.shifted_us(work, cold)
         cost = self._costs(work)[1]
         return None if cost is None else cost.microseconds(work, cold)
 
     def shifted_us(self, work: Work, cold: float = 1.0) -> float | None:
         """The microseconds of a node in integer on the second kernel, None where there is no such."""
-        cost = self.shifted.get(work.shape_class)
+        cost = self.profile.shifted.get(work.shape_class)
         return None if cost is None else cost.microseconds(work, cold)
 
     def cold(self, works: Iterable[Work]) -> float:
@@ -155,10 +145,10 @@ class CostTable:
             works: What its nodes do.
         """
         touched = sum(work.weights + work.elements for work in works)
-        return min(max(touched / _NEAR, self.warm), 1.0)
+        return min(max(touched / _NEAR, self.profile.warm), 1.0)
 
     def _costs(self, work: Work) -> tuple[KernelCost, KernelCost | None]:
-        return self.kernels.get(work.shape_class) or self.kernels["other"]
+        return self.profile.kernels.get(work.shape_class) or self.profile.kernels["other"]
 
 
 @dataclass(frozen=True)
@@ -202,10 +192,11 @@ class HostProfile:
         runtime: The runtime's version.
         threads: Threads of a session.
         run: Microseconds of a run besides its kernels.
-        kernels: As in `kenosis_ort.targets.profile.CostTable`.
-        shifted: As there.
-        error: As there.
-        warm: As there; 1 where calls were measured warm.
+        kernels: Coefficients in float and in integer by class; None where there is no integer kernel.
+        shifted: Integer coefficients by class of a second kernel, which weights of another zero point select.
+        error: Largest factor seen between the estimated and the measured speed of a net relative to float.
+        warm: Share of a call's own cost that is left in nets small enough to stay in the near caches; 1 where calls
+            were measured warm.
         saturates: 8-bit products saturate there.
     """
 
@@ -239,9 +230,7 @@ class HostProfile:
             costs: Of the same target, on any machine.
             shows_times: As the attribute of a table.
         """
-        names = ("run", "kernels", "shifted", "error", "warm")
-        own = {name: getattr(self, name) for name in names}
-        return replace(costs, host=self.name, shows_times=shows_times, **own)
+        return replace(costs, profile=self, shows_times=shows_times)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

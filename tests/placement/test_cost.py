@@ -60,7 +60,10 @@ def test_products_and_free_sizes(text, expected):
     ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
 ])  # fmt: skip
 def test_classes_of_convolutions(arguments, name):
-    assert (conv_work(pixels=49, **arguments).shape_class, name in get_target("ort-cpu").costs.kernels) == (name, True)
+    assert (conv_work(pixels=49, **arguments).shape_class, name in get_target("ort-cpu").costs.profile.kernels) == (
+        name,
+        True,
+    )
 
 
 @given(
@@ -100,7 +103,7 @@ def test_a_recurrent_layer():
 
 def test_every_class_has_a_cost():
     borders = {"nothing", "other", "quantize", "dequantize", "channels-last", "blocked"}
-    assert {*CLASSES.values(), *borders} < get_target("ort-cpu").costs.kernels.keys()
+    assert {*CLASSES.values(), *borders} < get_target("ort-cpu").costs.profile.kernels.keys()
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])
@@ -115,7 +118,7 @@ def test_weights_that_are_used_once_come_from_near_caches_in_small_nets():
     costs = get_target("ort-cpu").costs
     for lines, cold, share in ((1, 0.2, 0.5), (1, 0.7, 0.7), (16, 0.2, 1.0)):
         work = linear_work(lines=lines, rows=128, columns=640)
-        cost = replace(costs.kernels[work.shape_class][0], fixed=0.0, weight=7.0)
+        cost = replace(costs.profile.kernels[work.shape_class][0], fixed=0.0, weight=7.0)
         assert cost.microseconds(work, cold) == pytest.approx(share * cost.microseconds(work))
 
 
@@ -132,7 +135,7 @@ def flat_table(**kernels):
         name.replace("_", "-"): (KernelCost(a * 1e3), None if b is None else KernelCost(b * 1e3))
         for name, (a, b) in {"other": (0.0, None), "nothing": (0.0, 0.0), **kernels}.items()
     }
-    return replace(ORT, run=0.0, kernels=costs, error=1.2)
+    return replace(ORT, profile=replace(ORT.profile, run=0.0, kernels=costs, error=1.2))
 
 
 class Case:
@@ -205,7 +208,7 @@ def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(mode
     if gains:
         assert (regions.plan is case.plan, regions.keep_float) == (True, {})
     else:
-        assert (regions.cost.speed * ORT.error < 1, "0." in regions.reason) == (True, True)
+        assert (regions.cost.speed * ORT.profile.error < 1, "0." in regions.reason) == (True, True)
 
 
 @pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])

@@ -38,7 +38,7 @@ def test_a_profile_survives_its_file(profile):
 def test_those_that_come_with_the_package_know_all_kernels(tmp_path):
     assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2"]
     for profile in ORT.profiles:
-        assert profile.kernels.keys() == ORT.costs.kernels.keys()
+        assert profile.kernels.keys() == ORT.costs.profile.kernels.keys()
         profile.save(tmp_path / "p.json")
         assert HostProfile.load(tmp_path / "p.json") == profile
         assert profile_for(ORT, Speed(host=tmp_path / "p.json")) == profile

@@ -170,5 +170,5 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch, prete
     if gain > 1 or named:
         assert (found is asked, "second kernel" in found.host_label) == (True, False)
     else:
-        assert (found.host, found.target.costs.shifted) == (replace(AMX, shifted={}), {})
+        assert (found.host, found.target.costs.profile.shifted) == (replace(AMX, shifted={}), {})
         assert "nearest to this machine, but for its second kernel of Conv" in found.host_label

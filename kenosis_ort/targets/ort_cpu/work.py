@@ -101,7 +101,7 @@ def with_matrix_products(
     chosen = {name for name, decisions in by_weight.items() if all(_gains(d, view, costs) for d in decisions)}
     if not chosen:
         return plan
-    why = f"stored with zero point -1, for the kernel of the matrix product, which is faster on '{costs.host}'"
+    why = f"stored with zero point -1, for the kernel of the matrix product, which is faster on '{costs.profile.name}'"
     decisions = tuple(
         replace(d, zero_point=SHIFTED, reason=f"{d.reason}; {why}")
         if d.edge.value in chosen and d.role is EdgeRole.WEIGHT
@@ -360,14 +360,10 @@ PROFILES: Final = tuple(
 """The machines that come with the package; where nothing is known of a processor, the first whose products are exact or
 not, as its own are."""
 
-ORT_CPU_COSTS: Final = PROFILES[0].table(
-    CostTable(
-        run=0.0,
-        kernels={},
-        error=1.0,
-        work=work_of,
-        fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
-        blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
-        gates=frozenset({"Sigmoid"}),
-    )
+ORT_CPU_COSTS: Final = CostTable(
+    PROFILES[0],
+    work=work_of,
+    fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
+    blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
+    gates=frozenset({"Sigmoid"}),
 )

@@ -370,10 +370,9 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
     return work if work is None or not pixels else replace(work, pieces=-pixels % _PIXELS * work.macs // pixels)
 
 
-_MEASURED: Final = HostProfile.parse((files(__package__) / "costs.json").read_text("utf-8"))
 ORT_WEB_COSTS: Final = replace(
-    _MEASURED.table(ORT_CPU_COSTS),
-    host="",
+    ORT_CPU_COSTS,
+    profile=HostProfile.parse((files(__package__) / "costs.json").read_text("utf-8")),
     work=work_of,
     fused=frozenset({"relu", "clip", "leaky-relu", "hard-sigmoid"}),
     blocked=frozenset(),
