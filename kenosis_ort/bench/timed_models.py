@@ -59,7 +59,9 @@ def named_models(models: Models) -> dict[str, Model]:
     if isinstance(models, Mapping):
         named = {str(name): source for name, source in models.items()}
     else:
-        sources = [models] if isinstance(models, (str, bytes, os.PathLike, onnx.ModelProto)) else list(models)
+        sources: list[Any] = [models]
+        if isinstance(models, Iterable) and not isinstance(models, (str, bytes)):
+            sources = [*models]
         named = dict(zip(_names(sources), sources, strict=True))
     if not named:
         raise OptionError("there is no model to time", where="models", fix="give at least one model")

@@ -15,7 +15,7 @@ from kenosis_ort.calibration import feeds as sources, part_session
 from kenosis_ort.calibration.accumulators import Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.derived import Array, Functions, functions_of, unions_of, united
-from kenosis_ort.calibration.feeds import Feed, Part, Sample
+from kenosis_ort.calibration.feeds import Feed, Part, Sample, no_sample
 from kenosis_ort.calibration.methods import CalibrationConfig
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
@@ -233,11 +233,7 @@ class Sweep(Closing):
         if together > 1 and progress is not None:
             progress(self.samples - before, total)
         if self.samples == 0:
-            raise CalibrationError(
-                "No data is collected: the calibration data reader yields no sample.",
-                fix="Return at least one {input name: array} from get_next(); a reader that was read to its end "
-                "must be made anew or rewound.",
-            )
+            raise no_sample()
 
     @property
     def _collectors(self) -> list[Collector]:

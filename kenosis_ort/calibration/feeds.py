@@ -417,6 +417,15 @@ LEAST_FEEDS = 4
 _FEW_FEEDS = 32
 
 
+def no_sample() -> CalibrationError:
+    """The error for a reader that yields nothing."""
+    return CalibrationError(
+        "No data is collected: the calibration data reader yields no sample.",
+        fix="Return at least one {input name: array} from get_next(); a reader that was read to its end must be made "
+        "anew or rewound.",
+    )
+
+
 def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
     """The samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
 

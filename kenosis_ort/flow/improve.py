@@ -17,7 +17,7 @@ from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.metric import is_within
 from kenosis_ort.calibration import cached_samples
-from kenosis_ort.calibration.feeds import LEAST_FEEDS, Feed, some_of, split_feeds
+from kenosis_ort.calibration.feeds import LEAST_FEEDS, Feed, no_sample, some_of, split_feeds
 from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
@@ -327,6 +327,7 @@ class _Ranges:
         return builder.collected(feeds, tensors, self.table.config, channels)
 
 
+_WITH_BLOCKS: Final = ("MatMul", "Gemm", "Gather")
 _FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
 
 
@@ -348,6 +349,8 @@ def weight_only(call: Call) -> tuple[Build, list[Feed], int]:
     _check_form(request)
     with call.stage("calibrate"):
         feeds: list[Feed] = [] if data is None else list(data.peek(request.feeds_wanted))
+    if data is not None and not feeds:
+        raise no_sample()
     fit, held_out = split_feeds(feeds)
     if call.validation is not None:
         fit, held_out = list(feeds), list(call.validation.some())
@@ -361,7 +364,7 @@ def weight_only(call: Call) -> tuple[Build, list[Feed], int]:
                 fit or feeds,
                 forms=BLOCK_FORMS,
                 bits=stored,
-                nodes_to_exclude=request.nodes_to_exclude,
+                nodes_to_exclude=_float_layers(call.loaded.proto, request),
                 custom_op_libraries=request.custom_op_libraries,
                 progress=request.progress,
             )
@@ -398,7 +401,7 @@ def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
     model, chosen = nodes_in_blocks(
         loaded.proto,
         forms=BLOCK_FORMS,
-        nodes_to_exclude=request.nodes_to_exclude,
+        nodes_to_exclude=_float_layers(loaded.proto, request),
         custom_op_libraries=request.custom_op_libraries,
     )
     bits = request.recipe.weight_only
@@ -407,6 +410,14 @@ def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
     kinds = {True: (Kind.INTEGER, "weights-in-blocks", stored), False: (Kind.FLOAT, "weights-alone", _FLOAT)}
     nodes = tuple(NodeDecision(n.name, n.op_type, *kinds[n.name in chosen]) for n in model.graph.node)
     return PlacementPlan(request.target.name, nodes=nodes)
+
+
+def _float_layers(model: onnx.ModelProto, request: Request) -> set[str]:
+    """Names of the nodes that the caller excludes, or leaves out of a list of nodes or operators."""
+    layers = (node for node in model.graph.node if node.op_type in _WITH_BLOCKS)
+    nodes, types = request.nodes_to_quantize, request.op_types if request.op_types_named else _WITH_BLOCKS
+    left_out = (n.name for n in layers if n.op_type not in types or (nodes and n.name not in nodes))
+    return {*request.nodes_to_exclude, *left_out}
 
 
 def _check_form(request: Request) -> None:

@@ -126,9 +126,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         _list_as_defaults(source)
         return LoadedModel(proto=source, path=None, name=name)
     if not isinstance(source, (str, os.PathLike)):
-        raise ArgumentTypeError(
-            f"the model must be a path or an onnx.ModelProto, not {type(source).__name__}", fix="pass one of them"
-        )
+        raise _no_model(source)
     path = Path(source)
     proto = parse_model(path)
     is_split = uses_external_data(proto)
@@ -243,6 +241,11 @@ class LoadedSource(NamedTuple):
     name: str
 
 
+def _no_model(given: object) -> ArgumentTypeError:
+    kind = type(given).__name__
+    return ArgumentTypeError(f"the model must be a path or an onnx.ModelProto, not {kind}", fix="pass one of them")
+
+
 def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> LoadedSource:
     """Reads a model without its external data.
 
@@ -254,10 +257,12 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
     name, folder = "the model", None
     if isinstance(model, bytes):
         proto = parse_model(model)
-    else:
+    elif isinstance(model, (str, os.PathLike)):
         path = Path(os.fspath(model))
         name, folder = str(path), path.resolve().parent
         proto = parse_model(path)
+    else:
+        raise _no_model(model)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
     return LoadedSource(proto, folder if uses_external_data(proto) else None, name)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
-from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs, split_feeds
+from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs, no_sample, split_feeds
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.checks import flag, path as check_path, several, whole
 from kenosis_ort.errors import OptionError, last_gate
@@ -159,4 +159,6 @@ def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
         size += bytes_of(feed)
         if size > _MOST_BYTES:
             break
+    if not samples:
+        raise no_sample()
     return samples

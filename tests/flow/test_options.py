@@ -18,7 +18,20 @@ from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
 from typing_extensions import Unpack
 
 import kenosis_ort
-from kenosis_ort import KenosisWarning, OptionError, Placement, Recipe, Speed, Stages, api, quantize, quantize_static
+from kenosis_ort import (
+    KenosisWarning,
+    OptionError,
+    Placement,
+    Recipe,
+    Speed,
+    Stages,
+    api,
+    bench,
+    quantize,
+    quantize_static,
+    verify_fusion,
+    verify_patterns,
+)
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.options import KEYWORDS, Keywords
@@ -81,6 +94,9 @@ def test_other_calls_are_checked_too(tmp_path):
     for name, value in (("per_channel", "x"), ("nodes_to_exclude", "head"), ("extra_options", [1])):
         config = StaticQuantConfig(Untouched(), **{"extra_options": {}, name: value})
         refused(tmp_path, name, quantize, MODEL, out, config)
+    for call in (verify_fusion, verify_patterns, bench):
+        with pytest.raises(OptionError, match="NoneType"):
+            call(None)
     with pytest.raises(TypeError, match="per_channel='x' is a str"):
         quantize_static(MODEL, out, Untouched(), per_channel="x")
 

@@ -281,6 +281,14 @@ def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path):
     left = kenosis_ort.preview(model, recipe="weight-only-8", nodes_to_exclude=[min(made)])
     assert set(left.integer_nodes()) == made - {min(made)}
     assert "8 bits in blocks" in left.explain(max(made))
+    for only, kind in (("nodes_to_quantize", [min(made)]), ("op_types_to_quantize", ["MatMul"])):
+        plan = kenosis_ort.preview(model, recipe="weight-only-4", **{only: kind})
+        report = weights_alone(tmp_path / "some.onnx", **{only: kind})
+        held = {n.name for n in onnx.load(tmp_path / "some.onnx").graph.node if n.domain == "com.microsoft"}
+        assert held == set(plan.integer_nodes()) < made
+        assert report.recipe.weight_only == 4
+    with pytest.raises(errors.CalibrationError, match="yields no sample"):
+        kenosis_ort.quantize_static(model, tmp_path / "out.onnx", iter([]), recipe="weight-only-4")
     with pytest.raises(errors.OptionError, match="no form of weights alone"):
         kenosis_ort.preview(model, recipe="weight-only-4", target="onednn")
     with pytest.raises(errors.NothingToQuantizeError):

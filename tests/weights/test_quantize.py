@@ -164,12 +164,12 @@ def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(tmp_path,
     steps = np.random.default_rng(1).integers(0, 16, (50, 64))
     steps[:, ::32], steps[:, 1::32] = 0, 15
     model, out = changed(decoder(), table=lambda table: steps / 8 - 1 if coarse else table), tmp_path / "out.onnx"
-    reader = models.FeedReader(feeds(samples)) if samples else None
-    report = kenosis_ort.quantize_weights(model, out, reader)
+    given = feeds(samples) if samples else None
+    report = kenosis_ort.quantize_weights(model, out, given)
     assert {layer.node: layer.bits for layer in report.layers}["embed"] == bits
     assert any("Embeddings have 8 bits" in note for note in report.notes) == (bits == 8)
     plain, others = tmp_path / "float_table.onnx", feeds(8, seed=9)
-    kenosis_ort.quantize_weights(model, plain, reader, embeddings=False)
+    kenosis_ort.quantize_weights(model, plain, given, embeddings=False)
     assert quality(model, out, others) > quality(model, plain, others) - 1.5
 
 
@@ -209,6 +209,7 @@ def test_named_nodes_stay_float(tmp_path):
     )),
     ({"model_input": models.conv_relu_chain(2)}, kenosis_ort.NothingToQuantizeError, "."),
     ({"calibration_data_reader": [{"other": np.zeros((1, 6))}]}, kenosis_ort.CalibrationError, "ids"),
+    ({"calibration_data_reader": []}, kenosis_ort.CalibrationError, "yields no sample"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path, options, error, words):
     with pytest.raises(error, match=words):
