@@ -20,7 +20,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite.norms import norm_around
 from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
-from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
+from kenosis_ort.rewrite.rule import Editor
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
@@ -158,7 +158,7 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     limits, highest = runtime_limits(), highest_opset(request)
     plannable = request.stock_reason is None
     relabels = request.activation_type.tensor_type in request.types.single_reader
-    forms = (f for f in request.float_forms if _raises_to(f) <= (0 if relabels else highest))
+    forms = (f for f in request.float_forms if f.raises_to <= (0 if relabels else highest))
     wanted = (*request.preparation, *forms) if plannable else ()
     prepare_at = partial(
         prepare,
@@ -185,15 +185,11 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         costs, table = request.target.costs, request.target
         if walk.opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
             return prepared
-        staying = tuple(f for f in prepare_at.keywords["rewrites"] if not _raises_to(f))
+        staying = tuple(f for f in prepare_at.keywords["rewrites"] if not f.raises_to)
         as_it_came = _prepared_at_first(partial(prepare_at, rewrites=staying), [(_MIN_OPSET, min(own, best)), *bounds])
         return as_it_came if costs is None else _raised_if_faster(as_it_came, prepared, costs)
     prepared = prepare_at(min_opset=_MIN_OPSET if request.per_channel else 0, max_opset=highest)
     return PreparedModel(_stock_model(prepared.proto, request), prepared.notes, prepared.nodes)
-
-
-def _raises_to(form: Rewrite) -> int:
-    return form.raises_to if isinstance(form, Rule) else 0
 
 
 def _raised_if_faster(as_it_came: PreparedModel, raised: PreparedModel, costs: CostTable) -> PreparedModel:
@@ -307,13 +303,12 @@ def _rewrite_for_integers(
     merged = dict(prepared.nodes)
     before, changed = _outline(editor.proto), False
     for form in request.integer_forms:
-        writes = form.writes if isinstance(form, Rule) else ""
-        unwanted = request.restricts_types and writes and writes not in request.op_types
+        unwanted = request.restricts_types and form.writes and form.writes not in request.op_types
         if not unwanted and form.__name__ not in skipped:
             result = applied(form, editor, nodes=nodes)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-            after = _outline(editor.write()) if editor.has_edits or not isinstance(form, Rule) else before
+            after = _outline(editor.write()) if editor.has_edits else before
             if after != before:
                 constants.drop_stale_value_info(editor.proto)
                 shapes.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)

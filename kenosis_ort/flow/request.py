@@ -22,7 +22,7 @@ from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.plan import PlacementOptions, PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.rewrite.rule import Rewrite
+from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.profile import HostProfile
@@ -92,9 +92,9 @@ class Request:
     progress: Progress | None
     verify: bool
     stages: Stages
-    preparation: tuple[Rewrite, ...]
-    float_forms: tuple[Rewrite, ...]
-    integer_forms: tuple[Rewrite, ...]
+    preparation: tuple[Rule, ...]
+    float_forms: tuple[Rule, ...]
+    integer_forms: tuple[Rule, ...]
     types: DataTypes
     stock_reason: str | None
     choices: Mapping[str, OptionChoice]

@@ -18,7 +18,7 @@ from kenosis_ort.graph.precision import compute_in_float32
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import fit_ir_version, name_nodes
-from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
+from kenosis_ort.rewrite.rule import Editor, Rule
 from kenosis_ort.runtime.limits import runtime_limits
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
@@ -54,7 +54,7 @@ def prepare(
     keep_values: Collection[str] = (),
     keep_inputs: Collection[str] = (),
     keep_types: bool = False,
-    rewrites: Sequence[Rewrite] = (),
+    rewrites: Sequence[Rule] = (),
     custom_op_libraries: Sequence[str] = (),
 ) -> PreparedModel:
     """Prepares a model for quantization.
@@ -129,12 +129,12 @@ def prepare(
 
 
 def applied(
-    rewrite: Rewrite, editor: Editor, *, keep_values: Collection[str] = (), **named: Collection[str]
+    rewrite: Rule, editor: Editor, *, keep_values: Collection[str] = (), **named: Collection[str]
 ) -> RewriteResult:
     """Applies one rewrite of a row to a model that an editor holds.
 
     Args:
-        rewrite: A rule, or another function of a model.
+        rewrite: The rule.
         editor: The editor, whose protobuf is up to date behind `LiveGraph.write`.
         keep_values: Values that must keep existing with their meaning.
         named: ``nodes``, the names of the nodes that may change, where not all may.
@@ -143,10 +143,6 @@ def applied(
         RewriteError: It raised.
     """
     try:
-        if isinstance(rewrite, Rule):
-            return rewrite(editor, keep_values=keep_values, **named)
-        result = rewrite(editor.write(), keep_values=frozenset(keep_values), **named)
-        editor.reopen()
+        return rewrite(editor, keep_values=keep_values, **named)
     except Exception as error:
-        raise RewriteError(getattr(rewrite, "__name__", type(rewrite).__name__), error) from error
-    return result
+        raise RewriteError(rewrite.__name__, error) from error

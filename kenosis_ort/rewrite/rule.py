@@ -12,7 +12,7 @@ pattern stays in its place, under its name and with the name of its output, and 
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +32,6 @@ _SHOWN = 3
 _PICTURE_RANK = 4
 _FLOAT32 = onnx.TensorProto.FLOAT
 T = TypeVar("T")
-
-
-class Rewrite(Protocol):
-    """A rewrite that leaves the float model's outputs unchanged; see the modules of ``rewrite/``."""
-
-    __name__: str
-
-    def __call__(self, model: onnx.ModelProto, *, keep_values: Collection[str]) -> RewriteResult:
-        """Changes ``model`` in place; values named in ``keep_values`` keep existing with their meaning."""
-        ...
 
 
 class NotCollapsibleError(Exception):

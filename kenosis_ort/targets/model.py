@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -18,7 +18,6 @@ from kenosis_ort.runtime.session import Runner
 from kenosis_ort.targets.vocabulary import DataTypes, Table
 
 if TYPE_CHECKING:
-    from kenosis_ort.graph.live import RewriteResult
     from kenosis_ort.graph.view import GraphView, ir
     from kenosis_ort.plan import Decision, PlacementOptions, PlacementPlan
     from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
@@ -124,7 +123,7 @@ class Target(Table):
         float_forms: Names of the float-equivalent rewrites that suit it; None for all.
         kernel_forms: Names of the rewrites for integer kernels that suit it; None for all.
         min_opset: Least operator set of its files, for operators that suit it.
-        own_forms: Its own rewrites of the same kind, performed behind those.
+        own_forms: Its own rewrites of the same kind (`kenosis_ort.rewrite.rule.Rule`), performed behind those.
         formats: Formats that it reads, of ``qdq``, ``qop``, ``qcdq``, ``qop-clip``.
         operators_per_tensor: Of operators of integers it reads one weight scale alone, whatever the file says.
         precisions: What becomes of data types beyond 8 bits, a sentence each: ``int16-activations``,
@@ -140,7 +139,7 @@ class Target(Table):
     float_forms: tuple[str, ...] | None = None
     kernel_forms: tuple[str, ...] | None = None
     min_opset: int = 0
-    own_forms: tuple[Callable[..., RewriteResult], ...] = ()
+    own_forms: tuple[Any, ...] = ()
     formats: tuple[str, ...] = ("qdq",)
     operators_per_tensor: bool = False
     precisions: Mapping[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite.prepare import prepare
-from kenosis_ort.rewrite.rule import Rewrite
+from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights import blocks
@@ -87,7 +87,7 @@ def weights_in_blocks(
     model: onnx.ModelProto,
     feeds: Sequence[Mapping[str, Any]],
     *,
-    forms: Sequence[Rewrite],
+    forms: Sequence[Rule],
     bits: int,
     block_size: int = BLOCK,
     symmetric: bool = False,
@@ -161,7 +161,7 @@ def _embedding_bits(
 def nodes_in_blocks(
     model: onnx.ModelProto,
     *,
-    forms: Sequence[Rewrite],
+    forms: Sequence[Rule],
     nodes_to_exclude: Collection[str] = (),
     custom_op_libraries: Sequence[str] = (),
 ) -> tuple[onnx.ModelProto, frozenset[str]]:
@@ -179,7 +179,7 @@ def nodes_in_blocks(
 
 
 def _prepared(
-    model: onnx.ModelProto, forms: Sequence[Rewrite], nodes_to_exclude: Collection[str], libraries: Sequence[str]
+    model: onnx.ModelProto, forms: Sequence[Rule], nodes_to_exclude: Collection[str], libraries: Sequence[str]
 ) -> tuple[PreparedModel, set[str]]:
     """The model in our forms, and the names in it of the nodes that stay float."""
     prepared = prepare(

@@ -12,8 +12,8 @@ import pytest
 from kenosis_ort import InternalError, KenosisWarning, Stages, VerificationError
 from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.flow import finish, resolve, samples
-from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
+from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.targets import get_target, proof
 from tests import models, planning
 from tests.flow import control
@@ -117,25 +117,22 @@ def test_what_the_runtime_refuses_of_stocks_placement_is_no_defect(tmp_path):
 
 def replaced(monkeypatch, form, change):
     """Puts another rewrite in the place of the one of this name."""
-
-    def rewrite(proto, **_):
-        return change(proto)
-
+    rewrite = Rule(change, (), "are nearly another operator", "", whole=True)
     rewrite.__name__ = form
     for name in ("PREPARATION", "FLOAT_FORMS", "INTEGER_FORMS"):
         rules = tuple(rewrite if f.__name__ == form else f for f in getattr(resolve, name))
         monkeypatch.setattr(resolve, name, rules)
 
 
-def spoilt(proto):
-    del proto.graph.node[:]
+def spoilt(editor):
+    del editor.proto.graph.node[:]
     raise KeyError("spoilt")
 
 
-def relu_is_abs(proto):
-    for node in proto.graph.node:
-        node.op_type = "Abs" if node.op_type == "Relu" else node.op_type
-    return RewriteResult(("Relu is nearly Abs.",))
+def relu_is_abs(editor):
+    for node in editor.find("Relu"):
+        editor.rewrite(node, "Abs", list(node.inputs))
+        editor.done += 1
 
 
 @pytest.mark.parametrize(("form", "change", "net"), [

@@ -111,7 +111,7 @@ BREAKS = (
     Break("runtime/session.py", "        count(sessions=1)\n", "", "runtime flow/test_files.py"),
     Break("api.py", "    if eval_reader is not None and eval_reader is calibration_data_reader:", "    if False:",
           "flow/test_samples.py"),
-    Break("api.py", "per_channel=c.per_channel or UNSET,", "per_channel=c.per_channel,", "flow/test_options.py"),
+    Break("api.py", "c.per_channel or UNSET,", "c.per_channel,", "flow/test_options.py"),
     Break("quantizer/int8_cache.py", "integers.get(node.input[0]) if node.", "None if node.", "flow/test_kv_cache.py"),
     Break("calibration/parts.py", "alive[place] = {}  #", "alive[place] = values  #", "calibration/test_parts.py"),
     Break("calibration/table.py", "self.made_up and other.made_up,", "self.made_up,", "calibration/test_table.py"),
