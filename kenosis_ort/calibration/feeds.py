@@ -417,10 +417,10 @@ LEAST_FEEDS = 4
 _FEW_FEEDS = 32
 
 
-def no_sample() -> CalibrationError:
+def no_sample(what: str = "no sample") -> CalibrationError:
     """The error for a reader that yields nothing."""
     return CalibrationError(
-        "No data is collected: the calibration data reader yields no sample.",
+        f"No data is collected: the calibration data reader yields {what}.",
         fix="Return at least one {input name: array} from get_next(); a reader that was read to its end must be made "
         "anew or rewound.",
     )

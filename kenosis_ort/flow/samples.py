@@ -17,7 +17,17 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
-from kenosis_ort.calibration.feeds import Feed, InputSpec, Rows, Sample, bytes_of, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import (
+    Feed,
+    InputSpec,
+    Rows,
+    Sample,
+    bytes_of,
+    check_feed,
+    input_specs,
+    no_sample,
+    sample_feeds,
+)
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -278,11 +288,15 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._left = self._checked()
 
     def _checked(self) -> Iterator[Sample]:
+        holds_something = not self._inputs[0]
         for feed in sample_feeds(self.reader):
             checked = {**self._defaults, **check_feed(feed, *self._inputs, self._count)}
             number = feed.index if isinstance(feed, Sample) else self._count
             yield Sample(checked, number, cached_samples.feed_digest(checked))
+            holds_something = holds_something or any(np.size(value) for value in checked.values())
             self._count += 1
+        if self._count and not holds_something:
+            raise no_sample("no sample with elements")
 
 
 _LOOKED_AT = 32  # feeds that candidates are compared on

@@ -123,6 +123,8 @@ def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path, batches):
     assert all(made.heavy.values())
     others = models.feeds(model, 1, seed=9, dims={"N": 7, "H": 16, "W": 16})
     assert run(made.out, others)[0][0].shape == (7, 5)
+    with pytest.raises(errors.CalibrationError, match="no sample with elements"):
+        quantize_static(model, tmp_path / "none.onnx", [{"x": np.zeros((0, 3, 8, 12), np.float32)}] * 2)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------
