@@ -106,6 +106,7 @@ class Journal:
 
 
 def reason_of(error: Exception) -> str:
-    """Message of an error, without a full stop."""
+    """Message of an error, without a full stop; of one about the model or its data with the place."""
     text = error.what if isinstance(error, errors.KenosisError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
+    reason = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
+    return f"{reason} [at: {error.where}]" if isinstance(error, OF_THE_MODEL) and error.where else reason
