@@ -10,6 +10,7 @@ Means of the float model need no stack: feed by feed they take half as long, sin
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ Feed = Mapping[str, Any]
 _AXES_ARE_INPUTS = 18  # operator set from which ReduceMean takes its axes as an input
 _TINY = 1e-37
 _ALIKE = 1e-3  # of the largest mean of a value: another batch may take another kernel
-_MOST_BYTES = 2**30  # of what is alive at a time
+_MOST_BYTES = 2**29  # of what is alive at a time
 _ALIVE = 6  # times the largest layer output of all samples: outputs of neighbours, in float and quantized and back
 
 
@@ -86,8 +87,7 @@ def shifts_in_one_run(
     if stacked is None:
         return None
     times = len(next(iter(stacked.values()))) / len(next(iter(feeds[0].values())))  # of an export for one batch too
-    largest = max(estimate_bytes(model, feeds[0], [t.activation.value for t in targets]).values(), default=0)
-    if _ALIVE * times * largest > _MOST_BYTES:
+    if times > feeds_at_a_time(model, feeds[0], [t.activation.value for t in targets]):
         return None
     try:
         expected = float_means.of(model, feeds, targets, libraries)
@@ -102,6 +102,12 @@ def shifts_in_one_run(
         _log.info("biases are corrected layer by layer: %s", error)
         return None
     return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
+
+
+def feeds_at_a_time(model: onnx.ModelProto, feed: Feed, values: Sequence[str]) -> float:
+    """Number of feeds like one whose layer outputs there is memory for; infinite where their sizes are not known."""
+    largest = max(estimate_bytes(model, feed, values).values(), default=0)
+    return _MOST_BYTES / (_ALIVE * largest) if largest else math.inf
 
 
 def _stacked(feeds: Sequence[Feed]) -> dict[str, Array] | None:

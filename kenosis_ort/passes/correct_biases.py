@@ -38,7 +38,7 @@ from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.view import GraphView, optional
-from kenosis_ort.passes.channel_means import Corrected, Feed, FloatMeans, shifts_in_one_run
+from kenosis_ort.passes.channel_means import Corrected, Feed, FloatMeans, feeds_at_a_time, shifts_in_one_run
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.layers import Float64, bias_of, layers
 from kenosis_ort.passes.recipe import setting
@@ -125,7 +125,7 @@ def _layer_by_layer(
 
 
 def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence[str]) -> list[Feed]:
-    """Evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing.
+    """Evenly spaced feeds: 16 samples, more (up to 128) where they cost next to nothing, fewer where memory is short.
 
     A sample is one entry of a batch; a feed is never cut. At least one feed is returned if there is any.
 
@@ -141,6 +141,8 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
     cost = sum(estimate_bytes(model, feeds[0], values).values())
     affordable = _CHEAP_BYTES // cost if cost else 0
     count = max(-(-_LEAST_SAMPLES // max(batch, 1)), min(affordable, _MOST_SAMPLES // max(batch, 1)), 1)
+    fitting = feeds_at_a_time(model, feeds[0], values)
+    count = int(min(count, max(fitting, 1 if batch > 1 else 2)))  # two samples tell what is chance
     if count >= len(feeds):
         return list(feeds)
     return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]

@@ -52,6 +52,9 @@ _BYTES_LIMIT = 1_900_000_000  # protobuf and the runtime's byte loader stop at 2
 _MESSAGE_LIMIT: Final = 600
 _REPEATED: Final = 1e-3  # of the largest value: threads may add up in another order
 _CPU: Final = ("CPUExecutionProvider",)
+_GIVING_BACK: Final = ort.RunOptions()
+"""Behind the run, memory for values goes back: of nets with large ones, each session that is open holds as much."""
+_GIVING_BACK.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 TENSOR_TYPES: Final[Mapping[str, int]] = {
     f"tensor({name.lower()})": number for name, number in onnx.TensorProto.DataType.items() if number
 }
@@ -119,19 +122,22 @@ class Session(ort.InferenceSession, Running):  # type: ignore[misc]
         count(runs=1, results=results)
         return results
 
-    def answer(self, feed: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Array]:
+    def answer(
+        self, feed: Mapping[str, Any], names: Sequence[str] | None = None, run_options: ort.RunOptions | None = None
+    ) -> dict[str, Array]:
         """Outputs of a feed by name, each as one array.
 
         Args:
             feed: Values by input name.
             names: Outputs to return; None for all.
+            run_options: Of the run.
 
         Raises:
             VerificationError: The runtime refuses the feed.
         """
         wanted = list(self.outputs if names is None else names)
         try:
-            results = self.run(wanted, dict(feed))
+            results = self.run(wanted, dict(feed), run_options)
         except Exception as error:  # the runtime's exceptions share no base class but Exception
             text = " ".join(str(error).split())[:400]
             raise VerificationError(
@@ -142,8 +148,13 @@ class Session(ort.InferenceSession, Running):  # type: ignore[misc]
     def runs(
         self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
     ) -> Iterator[dict[str, Array]]:
-        """Yields the outputs for each feed, each run when it is asked for."""
-        return (self.answer(feed, names) for feed in feeds)
+        """Yields the outputs for each feed, each run when it is asked for; with the last one memory goes back."""
+        left = iter(feeds)
+        feed = next(left, None)
+        while feed is not None:
+            following = next(left, None)
+            yield self.answer(feed, names, _GIVING_BACK if following is None else None)
+            feed = following
 
     def close(self) -> None:
         """Lets go of the model, whatever else still holds this object."""

@@ -161,6 +161,16 @@ def test_feeds_are_chosen_by_their_cost(count, rows, chosen):
     assert len(chosen_feeds(model, models.feeds(model, count, dims={"n": rows}), ["c0_out"])) == chosen
 
 
+@pytest.mark.parametrize(("side", "chosen"), [(64, 20), (512, 10), (8192, 2)])
+def test_fewer_feeds_are_chosen_where_memory_is_short(side, chosen):
+    model = planning.prepared(
+        planning.parse(f"""(float[1,1,{side},{side}] x) => (y) <float[8,1,3,3] w>
+        {{ y = Conv <pads = [1,1,1,1]> (x, w) }}""")
+    )
+    feed = {"x": np.broadcast_to(np.float32(0), (1, 1, side, side))}
+    assert len(chosen_feeds(model, [feed] * 20, ["y"])) == chosen
+
+
 # ---- weights rounded on their grid ----------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -50,6 +51,24 @@ def test_mapped_weights_compute_the_same_and_leave_nothing(model, scratch, monke
     with pytest.raises(VerificationError, match="Nonsense"):
         open_session(model)
     assert list(scratch.iterdir()) == []
+
+
+def test_values_of_a_session_that_stays_open_take_no_memory_behind_its_runs():
+    wide = parse("""(float[1,1,2048,2048] x) => (float[1,1,1,1] y) <float[8,1,1,1] w>
+        { c = Conv (x, w)  s = Sin (c)  e = Exp (s)  r = ReduceMean <axes = [1,2,3]> (e)  y = Add (r, r) }""")
+    feed, size = {"x": np.zeros((1, 1, 2048, 2048), np.float32)}, 2**27  # bytes of one value
+    with open_session(wide) as opened:
+        opened.answer(feed), opened.answer(feed)  # from the second run on values lie in one block
+        held = memory_in_use()
+        (found,) = opened.runs([feed])
+        assert held - memory_in_use() > size
+        assert found["y"] == opened.answer(feed)["y"]
+
+
+def memory_in_use():
+    if sys.platform != "linux":
+        pytest.skip("it is read from /proc")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_freed_memory_goes_back_before_a_large_model_is_opened(model, scratch, monkeypatch):
