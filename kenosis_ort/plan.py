@@ -170,10 +170,6 @@ class PlacementPlan:
         return bool(self.decisions or self.nodes)
 
     @cached_property
-    def by_edge(self) -> dict[Edge, Decision]:
-        return {d.edge: d for d in self.decisions}
-
-    @cached_property
     def by_node(self) -> dict[str, NodeDecision]:
         return {n.node: n for n in self.nodes}
 

@@ -76,10 +76,6 @@ class FusionRule:
     wide_output: tuple[float, float] | None = None
     source: str = ""
 
-    @property
-    def evidence(self) -> str:
-        return f"test_rule_{self.id.replace('-', '_')}"
-
 
 WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
 """What a layer asks of its weights and its bias."""

@@ -46,8 +46,8 @@ def plan_for(target, name, **options):
 
 @each_target
 def test_every_rule_and_every_fact_names_a_test_that_exists(target, proofs):
-    named = {rule.evidence for rule in target.rules} | {f"test_rule_{i.replace('-', '_')}" for i, _ in target.facts}
-    assert named - proofs == set()
+    named = [*(rule.id for rule in target.rules), *(identifier for identifier, _ in target.facts)]
+    assert {f"test_rule_{name.replace('-', '_')}" for name in named} - proofs == set()
 
 
 @each_target
@@ -137,7 +137,8 @@ def test_plans_are_consistent_and_explain_every_node(target, name):
         plan.explain("no such node")
     nodes, quantized = {n.name: n for n in proto.graph.node}, dict(plan.quantized_values())
     assert set(plan.by_node) == set(nodes)
-    assert (len(plan.by_edge), len(plan.by_node)) == (len(plan.decisions), len(plan.nodes)), "each is decided once"
+    edges = {decision.edge for decision in plan.decisions}
+    assert (len(edges), len(plan.by_node)) == (len(plan.decisions), len(plan.nodes)), "each is decided once"
     assert all(each.reason and each.rule for each in (*plan.decisions, *plan.nodes))
     known = {r.id for r in target.rules} | {i for i, _ in target.facts} | OWN_WORDS
     assert {each.rule for each in (*plan.nodes, *plan.decisions)} <= known
