@@ -354,7 +354,8 @@ def _decided(form: Form, model: onnx.ModelProto, raced: Race, where: str) -> _Tr
     noise = f"{low:.2f} to {high:.2f}"
     if not _tells(comparison, raced.rounds):
         estimate = form.estimate()
-        unsure = f"the machine is too noisy to tell ({speed}, {noise}, in {raced.rounds} rounds)"
+        why = "the machine is too noisy" if raced.rounds >= LEAST_ROUNDS else "the time is too short"
+        unsure = f"{why} to tell ({speed}, {noise}, in {raced.rounds} rounds)"
         by_table = f"estimated at {estimate}" if estimate else "the cost table says nothing of it"
         if estimate is None or not estimate.tells_faster(comparison, raced.rounds):
             return _Trial(FormStatus.UNDECIDED, f"undecided: {unsure}; {by_table}", raced)

@@ -299,7 +299,8 @@ def test_a_rung_that_fails_is_dropped_and_named():
 
 
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
-    undecided = 0
+    undecided, hurried = 0, consider(FakeStadium({"float": 0.01, "int8": 0.02}), budget_s=0.0)
+    assert "undecided: the time is too short to tell (0.50x" in hurried.candidates[0].reason
     for seed in range(10):
         stadium = FakeStadium({"float": 0.01, "int8": 0.0105}, spread=0.5, seed=seed)
         outcome = consider(stadium)
