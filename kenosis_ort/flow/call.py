@@ -55,6 +55,7 @@ class Call(Journal):
         data: The samples; None without any.
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
+        rewriting: What was noted about rewrites of the float model.
         begun_cpu: When the call began, by `time.process_time`.
         executor: Where passes have work done.
         made_up: Makes a feed where no sample is at hand; none where its kind is not known.
@@ -81,6 +82,7 @@ class Call(Journal):
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0
+    rewriting: tuple[str, ...] = ()
     begun_cpu: float = field(default_factory=time.process_time)
     executor: session.Executor = session.HERE
     made_up: Callable[[], list[Feed]] = list

@@ -190,12 +190,14 @@ def report_of(call: Call, **facts: Any) -> QuantizationReport:
     """The report of what gathered, with facts of the written file by the names that it has for them."""
     request, target = call.request, call.request.target
     taken = None if call.speed is None else call.speed.taken
-    passes, trust = tuple(call.passes), call.trust
+    passes, trust, notes = tuple(call.passes), call.trust, tuple(call.notes)
     if "float_because" in facts or (taken is not None and not taken.is_planned):  # the file holds nothing of these
         form = "the float model" if taken is None else taken.description
         undone = f"not in the file, which is {form}"
         passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
         trust = None
+        if "float_because" in facts or (call.original is not None and taken is not None and taken.name == "float"):
+            notes = tuple(note for note in notes if note not in call.rewriting)
     if trust is not None and trust.verdict == "do not ship":
         call.warnings.append(
             f"The made-up calibration samples do not fit this net: {trust.reason}. Fix: {trust.advice}."
@@ -207,7 +209,7 @@ def report_of(call: Call, **facts: Any) -> QuantizationReport:
         host=request.host_label,
         unproved="" if target.hooks.prove is not None else target.unasked,
         options=request.choices,
-        notes=tuple(call.notes),
+        notes=notes,
         warnings=tuple(call.warnings),
         size_before=call.size_before,
         size_after=call.size_after,

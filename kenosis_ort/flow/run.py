@@ -365,7 +365,8 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     builder, table = improve.with_weight_passes(call, drafted, builder, table)
     del drafted
     plan = builder.plan
-    call.notes += builder.prepared.notes
+    call.rewriting = tuple(builder.prepared.notes)
+    call.notes += call.rewriting
     call.notes += [] if request.stock_reason is not None else option_notes(request)
     if request.stock_reason is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.stock_reason}.")

@@ -53,6 +53,7 @@ def test_what_is_delivered(tmp_path, pace, net, times, options, taken, warning):
         assert (statuses[0], statuses[-1]) == ("slower", "taken")
         assert "the float model" in report.verdict()
         assert all(output.sqnr_db > 100 for output in report.outputs)
+        assert not [note for note in report.notes if "folded" in note or "raised" in note], "not in the file"
         feeds = models.feeds(model, 1)
         assert np.array_equal(run(model, feeds)[0][0], run(out, feeds)[0][0])
 
