@@ -226,6 +226,8 @@ def _layout(arrays: Mapping[str, Sequence[Array]]) -> BoxLayout | None:
     """Layout of boxes and scores; None where they are not certain."""
     for boxes, found in arrays.items():
         if found[0].dtype.kind == "f" and found[0].ndim in (2, 3) and found[0].shape[-1] == 4:
+            if found[0].ndim == 2 and all(len(a) == 1 for a in found):
+                continue  # four numbers of each sample: the axis is the batch's
             layout = _beside(boxes, arrays)
             if layout is not None:
                 return layout

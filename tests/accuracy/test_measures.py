@@ -294,6 +294,11 @@ def test_boxes_beside_scores():
     assert _found({**heads, "scores": ["Mul"]}, few) == "relative relative"
 
 
+def test_four_numbers_a_sample_beside_classes_are_no_boxes():
+    seen = [{"four": RNG.uniform(0.2, 0.9, (1, 4)), "p": RNG.dirichlet([0.1] * 3)[None]} for _ in range(16)]
+    assert "F1" not in _found({"four": ["MatMul"], "p": ["Softmax"]}, seen)
+
+
 def test_boxes_of_changing_number_with_labels():
     heads = {"boxes": ["Gather"], "scores": ["Gather"], "labels": ["Gather"]}
     seen = [(boxes_of(RNG, n)[0], RNG.uniform(size=n).astype(np.float32), RNG.integers(0, 3, n)) for n in (4, 7, 2)]
