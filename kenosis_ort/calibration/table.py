@@ -138,8 +138,8 @@ class CalibrationTable:
             )
         if None not in (self.model_fingerprint, model_fingerprint) and self.model_fingerprint != model_fingerprint:
             raise CalibrationError(
-                "The calibration cache was produced from another model, or from this one before its graph or weights "
-                "changed.",
+                "The calibration cache was produced from another model, or from this one before its graph, weights or "
+                "rewrites changed.",
                 fix=fix,
             )
         if config.sketch and not self.config.keeps_histogram:
