@@ -98,6 +98,7 @@ def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[st
     if not isinstance(overrides, Mapping):
         raise OptionError(f"{_OVERRIDES} is no dictionary", where="extra_options", fix="lists by tensor name")
     known = {name for node in proto.graph.node for name in (*node.input, *node.output) if name}
+    known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}  # that nothing reads
     types, nodes = {n.op_type for n in proto.graph.node}, {n.name for n in proto.graph.node}
     anchors = {t for t in types if any(rule.role is Role.ANCHOR for rule in request.target.rules_of(t))}
     weights = {n.input[1] for n in proto.graph.node if len(n.input) > 1 and n.op_type in anchors}

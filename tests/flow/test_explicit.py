@@ -127,6 +127,12 @@ def test_overrides_that_make_no_sense(tmp_path, entry):
         overridden(tmp_path, {"x": entry}, **TYPES)
 
 
+def test_overrides_of_what_nothing_reads_say_nothing(tmp_path):
+    model = models.residual_block()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "spare"))
+    as_good_as_plain(overridden(tmp_path, {"spare": [{"symmetric": True}]}, model))
+
+
 # ---- how Q and DQ are written ---------------------------------------------------------------------------------
 
 
