@@ -170,16 +170,17 @@ class Sweep(Closing):
         """Ends the sessions' temporary files; the statistics stay."""
         self._model.close()
 
-    def read(self, reader: Any, progress: Progress | None = None, *, first: int = 0) -> None:
+    def read(self, reader: Any, progress: Progress | None = None, *, first: int = 0, least: int = 1) -> None:
         """Takes all that a reader has left into account; its end is the end of a chunk.
 
         Args:
             reader: As for `collect`.
             progress: As for `collect`.
             first: What messages call the reader's first sample.
+            least: How many samples there have to be, with those that were read before.
 
         Raises:
-            CalibrationError: As `collect`; that there is no sample only where none was read before either.
+            CalibrationError: As `collect`.
         """
         # The feeds, with None behind each chunk; a model without inputs runs once.
         required, optional = self._inputs
@@ -232,7 +233,7 @@ class Sweep(Closing):
         self._observed(*bundle)
         if together > 1 and progress is not None:
             progress(self.samples - before, total)
-        if self.samples == 0:
+        if self.samples < least:
             raise no_sample()
 
     @property

@@ -141,7 +141,7 @@ def collect_on(
             _log.info("%s", finished)
             if cluster.on_shard is not None:
                 callers_own(cluster.on_shard)(finished)
-            if table is not None:
+            if count and table is not None:
                 whole, chosen = _merged(whole, table, constants), _merged(chosen, table.part, constants)
     if whole is None:
         raise CalibrationError(
@@ -221,7 +221,7 @@ def swept(given: tuple[SweepJob, Task]) -> CalibrationTable:
         with _sweep_of(job) as sweep:
             sweep.start_again(task.part, task.cut)
             feeds = opened(content, task.name, task.batch_size, task.inputs)
-            sweep.read(({**job.defaults, **feed} for feed in feeds), first=task.first)
+            sweep.read(({**job.defaults, **feed} for feed in feeds), first=task.first, least=0)
             return sweep.table(job.fingerprint)
     except KenosisError as error:
         where = error.where or task.name

@@ -45,6 +45,11 @@ def slow(number):
     return feeds(number)
 
 
+def some(number):
+    """Makes shards; number 1 is empty."""
+    return [] if number == 1 else feeds(number)
+
+
 def bad(number):
     """Makes shards; number 2 has a NaN in its last sample, after others were counted."""
     made = feeds(number)

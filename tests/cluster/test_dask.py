@@ -17,7 +17,7 @@ from kenosis_ort.cluster import client as cluster_client, executor as cluster_ex
 from kenosis_ort.cluster.client import connected, versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, ClusterError, KenosisWarning, OptionError
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
-from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, deadly, feeds
+from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, deadly, feeds, some
 from tests.models import FeedReader
 
 distributed = pytest.importorskip("distributed")
@@ -140,6 +140,12 @@ def test_a_shard_that_kills_every_worker_is_named_or_left_out(client, tmp_path):
     with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
         rest = calibrate(MODEL, shards, executor=Cluster(client, bad_shards="skip"))
     assert rest.to_json() == calibrate(MODEL, [feeds(0), feeds(2)]).to_json()
+
+
+def test_a_shard_without_samples_counts_for_nothing(client):
+    assert calibrate(MODEL, Shards(some, 3), executor=client).to_json() == calibrate(MODEL, Shards(some, 3)).to_json()
+    with pytest.raises(CalibrationError, match="no shard yields a sample"):
+        calibrate(MODEL, Shards([[], []]), executor=client)
 
 
 @pytest.mark.parametrize(("make", "number"), [(shards_of.bad, 2), (shards_of.broken, 1)])
