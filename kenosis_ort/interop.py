@@ -23,7 +23,7 @@ from kenosis_ort.formats.from_qonnx import FloatReader, Reader, to_float
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
 from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out, to_channels_first
 from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
+from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
@@ -165,7 +165,7 @@ def read_model(
         kind = "qop"
     elif kind == "qdq" and _has_integer_clip(model):
         kind = "qcdq"
-    model = to_signed(fold_layouts(from_qdq(from_qcdq(from_qop(model))))).finish()
+    model = to_signed(fold_layouts(from_qdq(from_qcdq(from_qop(Edits(model, copied=False)))))).finish()
     if as_float:
         model = to_float(model)
     infer_again(model)

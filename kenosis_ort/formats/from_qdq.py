@@ -36,13 +36,13 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 _INTEGERS = (np.int8, np.uint8)
 
 
-def from_qcdq(model: onnx.ModelProto | Edits) -> Edits:
+def from_qcdq(model: Edits) -> Edits:
     """The model with QuantizeLinear and integer Clip of constants performed.
 
     Args:
-        model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
+        model: Edits of a private model with Constant nodes made initializers, its nodes in order; it is changed.
     """
-    live = Edits.of(model)
+    live = model.next_step()
     for node in live.nodes:
         integers = _quantized(node, live)
         if integers is None or live.is_output(node.outputs[0]):
@@ -90,27 +90,27 @@ def _quantized(node: ir.Node, live: Edits) -> Array | None:
 _HALF: Final = 128
 
 
-def to_unsigned(model: onnx.ModelProto | Edits) -> Edits:
+def to_unsigned(model: Edits) -> Edits:
     """The model with uint8 for int8 in activations, and in constants that meet them in other operators.
 
     Args:
-        model: A private canonical model; it is changed.
+        model: Edits of a private canonical model; it is changed.
     """
     return _Mover(model, signed=False).move()
 
 
-def to_signed(model: onnx.ModelProto | Edits) -> Edits:
+def to_signed(model: Edits) -> Edits:
     """The model with int8 for uint8 in activations whose zero point is 128.
 
     Args:
-        model: A private canonical model; it is changed.
+        model: Edits of a private canonical model; it is changed.
     """
     return _Mover(model, signed=True).move()
 
 
 class _Mover:
-    def __init__(self, model: onnx.ModelProto | Edits, *, signed: bool) -> None:
-        self.live = Edits.of(model)
+    def __init__(self, model: Edits, *, signed: bool) -> None:
+        self.live = model.next_step()
         self._signed = signed
         self._moved: dict[ir.Value, ir.Value] = {}
 
@@ -200,20 +200,20 @@ def is_dequantize(node: onnx.NodeProto | ir.Node) -> bool:
     return node.op_type == "DequantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 
 
-def from_qdq(model: onnx.ModelProto | Edits) -> Edits:
+def from_qdq(model: Edits) -> Edits:
     """The model with every Q and DQ of constant parameters in the canonical spelling.
 
     What is beyond it (scales by block, floating types of 8 and 4 bits) stays as it is; the writers say so.
 
     Args:
-        model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
+        model: Edits of a private model with Constant nodes made initializers, its nodes in order; it is changed.
     """
     return _Reader(model).run()
 
 
 class _Reader:
-    def __init__(self, model: onnx.ModelProto | Edits) -> None:
-        self.live = Edits.of(model)
+    def __init__(self, model: Edits) -> None:
+        self.live = model.next_step()
         self._widened: dict[ir.Value, ir.Value] = {}  # integers of a small type -> those of eight bits
         self._spelled: dict[tuple[ir.Value, ir.Value | None, int | None, int], tuple[ir.Value, ir.Value]] = {}
 
@@ -303,13 +303,13 @@ class _Reader:
             self.live.read(node, 0, self._widened[source])
 
 
-def fold_layouts(model: onnx.ModelProto | Edits) -> Edits:
+def fold_layouts(model: Edits) -> Edits:
     """The model with its quantized constants laid out as their readers want them.
 
     Args:
-        model: A private model in the canonical spelling, its nodes in order; it is changed.
+        model: Edits of a private model in the canonical spelling, its nodes in order; it is changed.
     """
-    live = Edits.of(model)
+    live = model.next_step()
     constants: set[ir.Value] = set()  # what DQs of constants write
     declared = declared_datatypes(live.proto.graph)
     for node in live.nodes:

@@ -85,11 +85,12 @@ _DYNAMIC: Final = frozenset(
 )
 
 
-def from_qop(model: onnx.ModelProto | Edits) -> Edits:
+def from_qop(model: Edits) -> Edits:
     """The model with its quantized operators written as float ones between DQ and Q.
 
     Args:
-        model: A private model with Constant nodes made initializers, nodes in order, shapes inferred; it is changed.
+        model: Edits of a private model with Constant nodes made initializers, nodes in order, shapes inferred; it is
+            changed.
 
     Raises:
         UnsupportedModelError: A quantized operator that has no such form; the message names node and clause.
@@ -103,8 +104,8 @@ _Parameters = tuple[ir.Value, ir.Value | None]
 class _Reader:
     """Writes one quantized operator after the other."""
 
-    def __init__(self, model: onnx.ModelProto | Edits) -> None:
-        self.live = Edits.of(model)
+    def __init__(self, model: Edits) -> None:
+        self.live = model.next_step()
         self._dequantized: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
         self._scalars: dict[tuple[ir.Value, bool], ir.Value] = {}
         self._grids: dict[ir.Value | None, _Parameters] = {}  # integers -> scale and zero point

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
 from kenosis_ort.formats.tensors import Edits
@@ -36,13 +35,13 @@ FLOAT_LAYERS: Final = having(Is.HEAVY) - having(Is.FUSED) - having(Is.INTEGER)
 _SOURCES: Final = frozenset({*FLOAT_LAYERS, "Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
-def carry_pairs(model: onnx.ModelProto | Edits) -> Edits:
+def carry_pairs(model: Edits) -> Edits:
     """The model with its pairs repeated around operators that move values.
 
     Args:
-        model: A private canonical model, its nodes in order; it is changed.
+        model: Edits of a private canonical model, its nodes in order; it is changed.
     """
-    carrier = _Carrier(Edits.of(model))
+    carrier = _Carrier(model.next_step())
     carrier.carry_back()
     carrier.carry_forward()
     return carrier.live

@@ -46,15 +46,15 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
         model: A private canonical model, its nodes named and in order; it is changed.
         types: What the kernels take.
     """
-    rewritten = _Layers(integer_bias.carry_pairs(model), types.largest_pair).run()
+    rewritten = _Layers(integer_bias.carry_pairs(Edits(model, copied=False)), types.largest_pair).run()
     return (rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)).finish()
 
 
 class _Layers:
     """Takes constants behind the layers into their weights and biases."""
 
-    def __init__(self, model: onnx.ModelProto | Edits, largest_pair: int | None) -> None:
-        self.live = Edits.of(model)
+    def __init__(self, model: Edits, largest_pair: int | None) -> None:
+        self.live = model.next_step()
         self._largest_pair = largest_pair
         self._declared = declared_datatypes(self.live.proto.graph)
 

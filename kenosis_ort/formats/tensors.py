@@ -259,11 +259,6 @@ class Edits(LiveGraph):
         self._names |= all_names(model)  # those in bodies too
         self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
 
-    @classmethod
-    def of(cls, model: onnx.ModelProto | Edits) -> Edits:
-        """Edits of a private model, or those of the steps before, with which another step goes on."""
-        return model.next_step() if isinstance(model, Edits) else cls(model, copied=False)
-
     def next_step(self) -> Edits:
         """The same edits, `nodes` as they are now; names that were in use before stay reserved."""
         taken = self._names

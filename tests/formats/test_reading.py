@@ -7,7 +7,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort import errors, interop
 from kenosis_ort.formats import from_qdq, qonnx_nodes, runtime_form, tensors, to_qop
-from kenosis_ort.graph import outside, qdq
+from kenosis_ort.graph import qdq
 from tests.formats.qonnx import DOMAIN, X86, Net, conv_net, draw, execute, model_of, operators, run, same
 from tests.planning import parse
 
@@ -190,7 +190,7 @@ def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(be
         f"{PAIR}\n wd = DequantizeLinear (w, s2, wz)\n {behind}",
         w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6), z=np.int8(3), wz=np.int8(-2),
     )  # fmt: skip
-    found = from_qdq.to_unsigned(outside.copy_model(model)).finish()
+    found = from_qdq.to_unsigned(tensors.Edits(model)).finish()
     types = {tensor.name: numpy_helper.to_array(tensor).dtype.name for tensor in found.graph.initializer}
     q, wd = (next(n for n in found.graph.node if n.output[0] == name) for name in ("q", "wd"))
     assert [types[name] for name in (q.input[2], wd.input[0], wd.input[2])] == ["uint8", weight, weight]
@@ -202,7 +202,7 @@ def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
     model = net(text, z=np.uint8(128), lo=np.uint8(120), hi=np.uint8(135))
     model.graph.input.append(helper.make_tensor_value_info("lo", TensorProto.UINT8, []))
     before = list(model.graph.node)
-    assert list(from_qdq.to_signed(outside.copy_model(model)).finish().graph.node) == before
+    assert list(from_qdq.to_signed(tensors.Edits(model)).finish().graph.node) == before
 
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():
