@@ -40,7 +40,7 @@ Feed = Mapping[str, Any]
 _AXES_ARE_INPUTS = 18  # operator set from which ReduceMean takes its axes as an input
 _TINY = 1e-37
 _ALIKE = 1e-3  # of the largest mean of a value: another batch may take another kernel
-_MOST_BYTES = 2**29  # of what is alive at a time
+_MOST_BYTES = 2**30  # of what is alive at a time
 _ALIVE = 6  # times the largest layer output of all samples: outputs of neighbours, in float and quantized and back
 
 
@@ -87,7 +87,7 @@ def shifts_in_one_run(
     if stacked is None:
         return None
     times = len(next(iter(stacked.values()))) / len(next(iter(feeds[0].values())))  # of an export for one batch too
-    if times > feeds_at_a_time(model, feeds[0], [t.activation.value for t in targets]):
+    if times > feeds_within(_MOST_BYTES, model, feeds[0], [t.activation.value for t in targets]):
         return None
     try:
         expected = float_means.of(model, feeds, targets, libraries)
@@ -104,10 +104,17 @@ def shifts_in_one_run(
     return {t.layer: np.asarray(shift, np.float64).reshape(-1) for t, shift in zip(targets, found, strict=True)}
 
 
-def feeds_at_a_time(model: onnx.ModelProto, feed: Feed, values: Sequence[str]) -> float:
-    """Number of feeds like one whose layer outputs there is memory for; infinite where their sizes are not known."""
+def feeds_within(budget: int, model: onnx.ModelProto, feed: Feed, values: Sequence[str]) -> float:
+    """Number of feeds like one that a run takes together in a budget of bytes; infinite where sizes are not known.
+
+    Args:
+        budget: Of what is alive at a time.
+        model: The float model, shapes inferred.
+        feed: One of them.
+        values: The outputs of layers.
+    """
     largest = max(estimate_bytes(model, feed, values).values(), default=0)
-    return _MOST_BYTES / (_ALIVE * largest) if largest else math.inf
+    return budget / (_ALIVE * largest) if largest else math.inf
 
 
 def _stacked(feeds: Sequence[Feed]) -> dict[str, Array] | None:

@@ -38,7 +38,7 @@ from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.view import GraphView, optional
-from kenosis_ort.passes.channel_means import Corrected, Feed, FloatMeans, feeds_at_a_time, shifts_in_one_run
+from kenosis_ort.passes.channel_means import Corrected, Feed, FloatMeans, feeds_within, shifts_in_one_run
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.layers import Float64, bias_of, layers
 from kenosis_ort.passes.recipe import setting
@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 128
+_WANTED_BYTES = 2**29  # of what is alive at a time: fewer samples are taken where they need more
 _CHEAP_BYTES = 2**27  # of layer outputs in all: more than the least number of samples as long as they stay below
 
 
@@ -141,7 +142,7 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
     cost = sum(estimate_bytes(model, feeds[0], values).values())
     affordable = _CHEAP_BYTES // cost if cost else 0
     count = max(-(-_LEAST_SAMPLES // max(batch, 1)), min(affordable, _MOST_SAMPLES // max(batch, 1)), 1)
-    fitting = feeds_at_a_time(model, feeds[0], values)
+    fitting = feeds_within(_WANTED_BYTES, model, feeds[0], values)
     count = int(min(count, max(fitting, 1 if batch > 1 else 2)))  # two samples tell what is chance
     if count >= len(feeds):
         return list(feeds)
