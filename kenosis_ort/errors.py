@@ -221,7 +221,7 @@ def strict_names() -> Iterator[None]:
 
 
 def unknown_name(what: str, *, where: str, fix: str) -> str:
-    """The warning about a name that fits nothing; stock ignores such a name.
+    """The warning about a name that fits nothing; stock ignores such a name, but of a recipe, which it does not know.
 
     Raises:
         OptionError: Within `strict_names`.
@@ -229,4 +229,4 @@ def unknown_name(what: str, *, where: str, fix: str) -> str:
     error = OptionError(what, where=where, fix=fix)
     if _strict.get():
         raise error
-    return f"{error} It is ignored, as by stock ONNX Runtime."
+    return f"{error} It is ignored{'' if where.startswith('recipe') else ', as by stock ONNX Runtime'}."

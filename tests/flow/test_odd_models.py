@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
-from kenosis_ort import ArrayReader, KenosisWarning, Stages, errors, quantize, quantize_static
+from kenosis_ort import ArrayReader, KenosisWarning, Recipe, Stages, errors, quantize, quantize_static
 from tests import models, planning
 from tests.flow.support import changed, good, make, run
 from tests.models import FeedReader
@@ -327,6 +327,13 @@ def test_names_that_fit_nothing(tmp_path, options, texts):
     with errors.strict_names(), pytest.raises(errors.OptionError, match=texts[0]):
         quantize_static(model, out, models.reader(model), recipe="plain", **options)
     assert not out.exists()
+
+
+def test_bits_of_no_node(tmp_path):
+    """Stock is not said to ignore what it does not know."""
+    model, recipe = models.residual_block(), Recipe("plain", bits={"heed": {"weights": 4}})
+    with pytest.warns(KenosisWarning, match=r"Did you mean 'head'.* It is ignored\.$"):
+        quantize_static(model, tmp_path / "out.onnx", models.reader(model), recipe=recipe, promise=False)
 
 
 FLOAT8 = QuantType.QFLOAT8E4M3FN
