@@ -196,7 +196,7 @@ def report_of(call: Call, **facts: Any) -> QuantizationReport:
         undone = f"not in the file, which is {form}"
         passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
         trust = None
-        if "float_because" in facts or (call.original is not None and taken is not None and taken.name == "float"):
+        if call.original is not None and form == "the float model":  # the file is the caller's
             notes = tuple(note for note in notes if note not in call.rewriting)
     if trust is not None and trust.verdict == "do not ship":
         call.warnings.append(
