@@ -26,16 +26,7 @@ from typing import Any
 
 from _session import outputs
 from _timing import interleaved
-from _zoo import (
-    METRICS,
-    OneShotReader,
-    choose,
-    load_zoo,
-    prepared_by_stock,
-    quiet_folder,
-    single_sample,
-    sqnr_of,
-)
+from _zoo import METRICS, OneShotReader, choose, load_zoo, prepared_by_stock, quiet_folder, single_sample, sqnr_of
 from onnxruntime.quantization import QuantType
 
 import kenosis_ort

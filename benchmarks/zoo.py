@@ -25,17 +25,7 @@ import onnx
 import onnxruntime
 from _session import outputs, session
 from _timing import interleaved
-from _zoo import (
-    METRICS,
-    OneShotReader,
-    choose,
-    load_zoo,
-    ort_best,
-    ort_default,
-    quiet_folder,
-    single_sample,
-    sqnr_of,
-)
+from _zoo import METRICS, OneShotReader, choose, load_zoo, ort_best, ort_default, quiet_folder, single_sample, sqnr_of
 
 import kenosis_ort
 

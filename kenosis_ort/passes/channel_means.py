@@ -19,11 +19,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from kenosis_ort.accuracy.channel_statistics import (
-    LEAST_SLOPE,
-    Activation,
-    channel_statistics,
-)
+from kenosis_ort.accuracy.channel_statistics import LEAST_SLOPE, Activation, channel_statistics
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.errors import VerificationError

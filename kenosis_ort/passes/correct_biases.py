@@ -28,11 +28,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.accuracy.channel_statistics import (
-    Response,
-    activation_behind,
-    float_ranks,
-)
+from kenosis_ort.accuracy.channel_statistics import Response, activation_behind, float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.live import LiveGraph

@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kenosis_ort.plan import (
-    Decision,
-    EdgeRole,
-    How,
-    RangeLimit,
-)
+from kenosis_ort.plan import Decision, EdgeRole, How, RangeLimit
 
 Range = tuple[float, float]
 

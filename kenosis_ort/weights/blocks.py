@@ -21,15 +21,7 @@ from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, become, exchange_layers
-from kenosis_ort.weights.block_grids import (
-    LEAST_BLOCK,
-    BlockGrid,
-    Float64,
-    UInt8,
-    in_bytes,
-    nearest,
-    pack,
-)
+from kenosis_ort.weights.block_grids import LEAST_BLOCK, BlockGrid, Float64, UInt8, in_bytes, nearest, pack
 
 INT8_PRODUCTS: Final = 4
 """Level of accuracy at which the kernel multiplies in 8 bits, and so is fastest."""
