@@ -287,8 +287,8 @@ class Response:
             constants,
         )
         model = graph.proto
-        options = {"opset_imports": model.opset_import, "ir_version": model.ir_version, "functions": model.functions}
-        return open_session(helper.make_model(response, **options), threads=0)
+        made = helper.make_model(response, opset_imports=model.opset_import, ir_version=model.ir_version)
+        return open_session(made, threads=0)
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """The means by sample and channel of the activation of a shifted array, (batch, channels)."""

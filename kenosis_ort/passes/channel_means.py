@@ -241,13 +241,11 @@ class _Made:
         source = self._model
         made = onnx.ModelProto(ir_version=source.ir_version)
         made.opset_import.extend(source.opset_import)
-        made.functions.extend(source.functions)
         graph = made.graph
         graph.name = "correction"
         graph.node.extend(node for nodes in self._body for node in nodes)
         graph.initializer.extend(t for t in source.graph.initializer if t.name in self._reads)
         graph.initializer.extend(self._initializers)
-        graph.sparse_initializer.extend(t for t in source.graph.sparse_initializer if t.values.name in self._reads)
         graph.input.extend(_with_open_rows(value) for value in source.graph.input)
         graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
         return made
