@@ -68,7 +68,7 @@ def _check_numbers(name: str, entry: Mapping[str, Any], default: QuantType) -> N
     given = {key: array.item() if array.size == 1 else entry[key] for key, array in arrays.items()}
     for key, value in given.items():
         real(f"{name}['{key}']", value, above=0 if key == "scale" else None)
-    if "zero_point" in given:
+    if "zero_point" in given and kind is not QuantType.QFLOAT8E4M3FN:
         least, most = quant_utils.get_qmin_qmax_for_qType(kind.tensor_type)
         whole(f"{name}['zero_point']", given["zero_point"], least=int(least), most=int(most))
     if {"rmin", "rmax"} <= given.keys():

@@ -313,6 +313,7 @@ def test_int8_activations_of_a_transformer_are_integer_whatever_its_operator_set
 INT8 = {"activation_type": QuantType.QInt8}
 NAIVE = Stages(placement=False)
 FLOAT8 = dict.fromkeys(("activation_type", "weight_type"), QuantType.QFLOAT8E4M3FN)
+ONE, ZERO = np.array(1.0, np.float32), np.array(0.0, np.float32)
 FLOAT8 |= {"calibrate_method": CalibrationMethod.Distribution}
 FLOAT8_RUNS = pytest.mark.since("1.24")  # before, the runtime makes a QLinearConv of it, which takes no such type
 
@@ -340,6 +341,8 @@ def test_types_follow_the_host_and_not_the_probe(tmp_path, pretend):
     ({"stages": Stages.none()}, dict.fromkeys(("per_channel", "reduce_range"), (False, "stock default"))),
     ({"stages": Stages.none()}, {"activation_type": (QuantType.QInt8, "stock default")}),
     pytest.param(FLOAT8, {"reduce_range": (False, "host default")}, marks=FLOAT8_RUNS),
+    pytest.param({**FLOAT8, **extra(TensorQuantOverrides={"relu1_out": [{"scale": ONE, "zero_point": ZERO}]})},
+                 {"reduce_range": (False, "host default")}, marks=FLOAT8_RUNS),
     pytest.param({**FLOAT8, "stages": NAIVE}, {"reduce_range": (False, "host default")}, marks=FLOAT8_RUNS),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # accuracy is not the question
