@@ -110,10 +110,10 @@ def _independent(run: Run, feed: Feed, division: Division) -> bool:
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
         _log.debug("a batch is not taken apart: %s", error)
         return False
-    return all(_samerows_of(a, b, size) for a, b in zip(whole, alone, strict=True))
+    return all(_end_alike(a, b, size) for a, b in zip(whole, alone, strict=True))
 
 
-def _samerows_of(whole: Any, alone: Any, size: int) -> bool:
+def _end_alike(whole: Any, alone: Any, size: int) -> bool:
     """Whether the first rows of one output are the last rows of the other."""
     if not isinstance(whole, np.ndarray) or not isinstance(alone, np.ndarray):
         return False  # sequences and maps
