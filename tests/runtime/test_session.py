@@ -1,8 +1,8 @@
 """Sessions, counted and mapped; the limits of the runtime, found once; runtimes in a process of their own."""
 
 import json
+import os
 import re
-import resource
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -68,7 +68,7 @@ def test_values_of_a_session_that_stays_open_take_no_memory_behind_its_runs():
 def memory_in_use():
     if sys.platform != "linux":
         pytest.skip("it is read from /proc")
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_freed_memory_goes_back_before_a_large_model_is_opened(model, scratch, monkeypatch):
