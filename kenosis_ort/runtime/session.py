@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import logging
 import os
 import tempfile
@@ -149,12 +150,9 @@ class Session(ort.InferenceSession, Running):  # type: ignore[misc]
         self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
     ) -> Iterator[dict[str, Array]]:
         """Yields the outputs for each feed, each run when it is asked for; with the last one memory goes back."""
-        left = iter(feeds)
-        feed = next(left, None)
-        while feed is not None:
-            following = next(left, None)
+        for feed, following in itertools.pairwise(itertools.chain(feeds, [None])):
+            assert feed is not None  # only the end of the pairs is
             yield self.answer(feed, names, _GIVING_BACK if following is None else None)
-            feed = following
 
     def close(self) -> None:
         """Lets go of the model, whatever else still holds this object."""
