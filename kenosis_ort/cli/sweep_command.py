@@ -173,7 +173,7 @@ class Row:
         failed: There is no output.
         output: The file.
         seconds: That the job took.
-        sqnr_db: Of the output that lost most, on calibration samples; None where it was not measured.
+        sqnr_db: Of the output that lost most; None where it was not measured.
         speed: Times the float model's; None where nothing was timed.
         size_before: Bytes of the float model.
         size_after: Bytes of the output.

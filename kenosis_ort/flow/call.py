@@ -17,6 +17,7 @@ from kenosis_ort import errors
 from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.calibration.feeds import LEAST_FEEDS, Cut, Feed, Part, split_feeds
+from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.reused_tables import CalibrationCache
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
@@ -62,6 +63,7 @@ class Call(Journal):
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
+        outputs: Its outputs beside the float model's; empty where they were not compared.
         division: How the kept samples are taken apart; None before that is known.
         divided: The samples that passes are fitted to, and the evaluator that knows the others; None before any.
     """
@@ -80,6 +82,7 @@ class Call(Journal):
     divided: tuple[list[Feed], Evaluator] | None = None
     measure: facts.MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None
+    outputs: tuple[OutputComparison, ...] = ()
     size_before: int = 0
     size_after: int = 0
     rewriting: tuple[str, ...] = ()
@@ -192,6 +195,27 @@ class Call(Journal):
     def evaluator(self) -> Evaluator | None:
         """Knows the samples that no pass was fitted to; None where there were none."""
         return None if self.divided is None or not self.divided[1].feeds else self.divided[1]
+
+    def evaluator_of(self, build: Build) -> Evaluator | None:
+        """The evaluator for what is delivered: on the caller's held-out data too where no pass needed one."""
+        if self.evaluator is None and self.validation is not None and build.is_whole:
+            self.divided = self.feeds, self.evaluator_on(build.float_model, self.validation.some())
+        return self.evaluator if build.is_whole else None
+
+    @property
+    def held_out_kind(self) -> str:
+        """What a sample is that no pass was fitted to."""
+        return "held-out calibration sample" if self.validation is None else "evaluation sample"
+
+    @property
+    def compared_on(self) -> str:
+        """Samples that outputs are compared on, in words."""
+        if self.validation is None and (self.data is None or not self.data.feeds or is_made_up(self.data.reader)):
+            return "made-up samples"
+        if self.evaluator is None:
+            return "calibration samples, none of them held out"
+        seen = self.validation is None and not self.request.recipe.weight_only
+        return f"{self.held_out_kind}s{', whose values the ranges cover' if seen else ''}"
 
     def part_to_fit(self, model: onnx.ModelProto) -> Part:
         """The part of the samples that passes will be fitted to, where it is known before they are read.

@@ -73,8 +73,8 @@ def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
-def worthless(compared: Sequence[OutputComparison]) -> str | None:
-    """Reason why the quantized model is useless: zeros are closer to the float model's output; else None.
+def worthless(compared: Sequence[OutputComparison], samples: str) -> str | None:
+    """Reason why the quantized model is useless on such samples: zeros are closer to the float output; else None.
 
     Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no decibels.
     """
@@ -82,7 +82,7 @@ def worthless(compared: Sequence[OutputComparison]) -> str | None:
     bad = min(comparable, key=lambda c: c.sqnr_db, default=None)
     if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
         return None
-    return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
+    return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on {samples}"
 
 
 _SHOWN = 3
@@ -94,7 +94,6 @@ def finish(
     build: Build,
     feeds: Sequence[Feed],
     samples: int,
-    compared: Sequence[OutputComparison],
 ) -> QuantizationReport:
     """Writes and reports what was built.
 
@@ -104,7 +103,6 @@ def finish(
         build: What is to be delivered.
         feeds: Kept samples.
         samples: How many samples were calibrated on.
-        compared: The build's outputs beside the original's.
     """
     request = call.request
     # The proof, where building has not made it yet.
@@ -113,8 +111,9 @@ def finish(
             build = replace(build, fusion=request.proof(build.quantized, build.plan))
     call.notes += build.notes
     # Warnings and notes about outputs, precision and cost.
+    compared, kind = call.outputs, call.compared_on
     for bad in (c for c in compared if c.sqnr_db < _POOR_DB):
-        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
+        text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on {kind}"
         more = "" if request.widths.are_bytes else "more bits, "
         wide = QuantType.QUInt16
         if wide.tensor_type in request.types.activations and request.activation_type != wide:
@@ -179,6 +178,7 @@ def finish(
         fusion=fusion,
         calibration=CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
         outputs=tuple(c for c in compared if c.skipped < max(c.samples, 1)),
+        compared_on=kind,
         evidence=evidence,
         layers=layers,
         cache=scales,
@@ -254,24 +254,23 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
             )
 
 
-def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
-    """The build's outputs beside the original's on held-out samples; on some of those kept if there are none.
+def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> None:
+    """Compares the build's outputs with the original's on held-out samples; on some of those kept if there are none.
 
     Raises:
         VerificationError: A bias is off its grid, or the model does not run.
     """
-    request = call.request
+    request, call.outputs = call.request, ()
     if request.is_stock or not request.verify or not request.target.loads_in_ort:
-        return ()
+        return
     with call.stage("check"):
         check_biases(build.quantized, request)
-        if not feeds or not build.is_whole:
-            return ()
-        if call.evaluator is None or call.validation is not None:
-            return call.compared(build.float_model, build.quantized, few_of(feeds))
-        compared, measured = call.evaluator.comparison(build.quantized)
-        call.measured = None if measured is None else (build, measured)
-        return compared
+        evaluator = call.evaluator_of(build)
+        if evaluator is not None:
+            call.outputs, measured = evaluator.comparison(build.quantized)
+            call.measured = None if measured is None else (build, measured)
+        elif feeds and build.is_whole:
+            call.outputs = call.compared(build.float_model, build.quantized, few_of(feeds))
 
 
 def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:

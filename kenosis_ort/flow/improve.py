@@ -134,16 +134,17 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
         build: What is to be delivered.
         further: Kept samples that no pass was fitted to or chose by; as many are used as take a small part of the call.
     """
-    evaluator, validation = call.evaluator, call.validation
-    if evaluator is not None and validation is None and further:
-        evaluator = call.evaluator_on(build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
-        call.measured = None
-    if evaluator is None and validation is not None and build.is_whole:
-        evaluator = call.evaluator_on(build.float_model, validation.some())
+    evaluator, validation = call.evaluator_of(build), call.validation
     if evaluator is None:
         return None
-    if call.measured is not None and call.measured[0] is build:
-        found: Measured | None = call.measured[1]
+    found: Measured | None
+    if validation is None and further:
+        evaluator = call.evaluator_on(build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
+        with call.stage("measure"):
+            compared, found = evaluator.comparison(build.quantized)
+        call.outputs = compared if call.outputs else ()
+    elif call.measured is not None and call.measured[0] is build:
+        found = call.measured[1]
     else:
         with call.stage("measure"):
             found = evaluator.measured(build.quantized)
@@ -157,7 +158,7 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
         loss=found.loss,
         best_loss=found.best_loss,
         worst_loss=found.worst_loss,
-        source="held-out calibration sample" if validation is None else "evaluation sample",
+        source=call.held_out_kind,
         budget=budget,
         kept=None if budget is None else is_within(found.loss_for(budget), budget),
     )

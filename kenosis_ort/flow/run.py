@@ -300,8 +300,8 @@ def _check_numbers(request: Request, data: KeepingReader) -> None:
 def _weights_alone(call: Call) -> QuantizationReport:
     """Quantizes weights of linear layers and embeddings in blocks; activations stay float, and nothing is placed."""
     build, feeds, given = improve.weight_only(call)
-    compared = finish.compare(call, build, feeds)
-    return finish.finish(call, PreparedModel(call.loaded.proto), build, feeds, given, compared)
+    finish.compare(call, build, feeds)
+    return finish.finish(call, PreparedModel(call.loaded.proto), build, feeds, given)
 
 
 def _quantized(call: Call) -> QuantizationReport:
@@ -316,10 +316,10 @@ def _quantized(call: Call) -> QuantizationReport:
     feeds, wanted = call.feeds, request.feeds_wanted
     call.notes += [note for note in (call.data.notes if call.data is not None else ()) if note not in call.notes]
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
-    compared = finish.compare(call, build, feeds)
+    finish.compare(call, build, feeds)
     chosen = build
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
-    bad = finish.worthless(compared) if free else None
+    bad = finish.worthless(call.outputs, call.compared_on) if free else None
     if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)
         chosen, is_useful = call.attempt("Timing", lambda: speed.delivered(call, builder, build, feeds, bad), timed)
@@ -330,7 +330,7 @@ def _quantized(call: Call) -> QuantizationReport:
         chosen = replace(chosen, quantized=outside.copy_model(chosen.quantized))
         int8_cache.quantize_cache(chosen.quantized, int8_cache.with_scales(request.caches, chosen.table.range_of))
     if chosen is not build:
-        compared = finish.compare(call, chosen, feeds)
+        finish.compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)
     if known:
         call.warnings.append(
@@ -339,7 +339,7 @@ def _quantized(call: Call) -> QuantizationReport:
         )
     further = [] if call.data is None or request.executor is not None else call.data.feeds[wanted:]
     call.measure = call.attempt("The measure of what is lost", lambda: improve.measured(call, chosen, further), None)
-    return finish.finish(call, builder.prepared, chosen, feeds, samples, compared)
+    return finish.finish(call, builder.prepared, chosen, feeds, samples)
 
 
 def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:

@@ -257,7 +257,8 @@ class ReportFacts:
         size_before: Bytes of the float model, external data included.
         size_after: Bytes of the quantized model, external data included.
         seconds: Wall time per stage, in order.
-        outputs: The graph outputs beside the float model's on calibration samples; empty if not measured.
+        outputs: The graph outputs beside the float model's; empty if not measured.
+        compared_on: Samples of `outputs`, in words: the caller's, held-out ones, or those that all was fitted to.
         versions: Versions of the packages that took part.
         recipe: What was done for accuracy; None where the placement is stock's.
         passes: The accuracy passes that were tried, in order.
@@ -287,6 +288,7 @@ class ReportFacts:
     size_after: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[OutputComparison, ...] = ()
+    compared_on: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     recipe: Recipe | None = None
     passes: tuple[PassOutcome, ...] = ()
@@ -318,8 +320,9 @@ class ReportFacts:
 
     @property
     def samples_compared(self) -> str:
-        """Samples that the outputs were compared on, in words."""
-        return "calibration samples" if self.calibration.samples or self.calibration.tensors else "made-up samples"
+        """Samples that the outputs were compared on, with their number, in words."""
+        count = max((output.samples for output in self.outputs), default=0)
+        return f"{count} {self.compared_on.replace('samples', 'sample', 1) if count == 1 else self.compared_on}"
 
     @property
     def total_seconds(self) -> float:

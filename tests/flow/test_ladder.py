@@ -66,7 +66,7 @@ def test_where_operators_are_named_that_leave_nothing_of_a_model_with_bodies(tmp
 @pytest.mark.parametrize(("decibels", "bad"), [([30, -3], True), ([0.5, 0.6], True), ([30, 0.5], False), ([], False)])
 def test_one_usable_output_does_not_make_up_for_one_without_signal(decibels, bad):
     found = [OutputComparison("y", sqnr_db, 0.0, 1.0, None, 0.0, 4, floating=True) for sqnr_db in decibels]
-    assert (finish.worthless(found) is not None) == bad
+    assert (finish.worthless(found, "samples") is not None) == bad
 
 
 def test_outputs_of_zero_are_not_worthless(tmp_path):

@@ -131,8 +131,32 @@ def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path):
     assert report.measure.samples > 32
 
 
+@pytest.mark.parametrize(("samples", "options", "told"), [
+    (8, {}, "4 held-out calibration samples, whose values the ranges cover"),
+    (2, {}, "2 calibration samples, none of them held out"),
+    (8, {"recipe": "plain", "verify": True}, "4 calibration samples, none of them held out"),
+    (128, {}, None),  # as many as there is time for
+    *((samples, {"eval_reader": 5, "recipe": recipe}, "5 evaluation samples") for samples, recipe in [
+        (8, "fast"), (2, "fast"), (8, "plain")]),
+])  # fmt: skip
+def test_a_report_tells_which_samples_its_outputs_were_compared_on(tmp_path, samples, options, told):
+    model, seen = net(2), models.feeds(net(2), 5, seed=7)
+    seen = [{"x": 4 * feed["x"]} for feed in seen]  # beyond the ranges
+    if "eval_reader" in options:
+        options = {**options, "eval_reader": models.FeedReader(seen)}
+    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, samples), promise=False, **options)
+    told = told or f"{max(report.outputs[0].samples, 33)} held-out calibration samples, whose values the ranges cover"
+    assert report.samples_compared == told
+    assert all(f"on {told}" in " ".join(text.split()) for text in (str(report), report.to_html()))
+    assert f"{report.to_dict()['outputs'][0]['samples']} {report.to_dict()['compared_on']}" == told
+    if "eval_reader" in options:
+        pairs = zip(run(model, seen), run(tmp_path / "out.onnx", seen), strict=True)
+        a, b = (np.concatenate([outputs[0].ravel() for outputs in each]) for each in zip(*pairs, strict=True))
+        assert report.outputs[0].sqnr_db == pytest.approx(sqnr_db(a, b), abs=0.01)
+
+
 def test_weights_alone_have_a_measure_of_quality(tmp_path):
     model = parse("(float[2,64] x) => (y) <float[64,32] w> { [fc] y = MatMul (x, w) }")
     report = quantize_static(model, tmp_path / "out.onnx", None, recipe="weight-only-4")
-    assert (5 < report.outputs[0].sqnr_db < 60, report.samples_compared) == (True, "made-up samples")
+    assert (5 < report.outputs[0].sqnr_db < 60, report.samples_compared) == (True, "1 made-up sample")
     assert report.verdict().startswith("1 layers and embeddings have weights in blocks")
