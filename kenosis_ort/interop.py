@@ -21,12 +21,12 @@ from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qdq import fold_layouts, from_qcdq, from_qdq, is_dequantize, to_signed
 from kenosis_ort.formats.from_qonnx import FloatReader, Reader, to_float
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
-from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out, to_channels_first
+from kenosis_ort.formats.qonnx_nodes import check_nodes, drop_imports, is_qonnx, spell_out, to_channels_first
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
-from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
+from kenosis_ort.graph.constants import QONNX_DOMAINS, constants_to_initializers, detach_initializers, meant_as_defaults
 from kenosis_ort.graph.files import check_destination, check_written, restore_interface, write_model
 from kenosis_ort.graph.load import LoadedModel, check_runtime_loads, load_model
 from kenosis_ort.graph.opset import fit_opset
@@ -150,7 +150,7 @@ def read_model(
         check_runtime_loads(LoadedModel(reference, None, loaded.name), custom_op_libraries)
     else:
         check_nodes(model)  # none in bodies either
-        drop_imports(model, DOMAINS)
+        drop_imports(model, QONNX_DOMAINS)
         reference = loaded.proto
         check_runtime_loads(loaded, custom_op_libraries)
     _prepare(model, keep_defaults=kind != "qonnx")

@@ -23,9 +23,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.qonnx_nodes import QONNX
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
-from kenosis_ort.graph.constants import drop_stale_value_info, replace_entries
+from kenosis_ort.graph.constants import QONNX, drop_stale_value_info, replace_entries
 from kenosis_ort.graph.live import Attribute
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds

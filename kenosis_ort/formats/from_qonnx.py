@@ -28,6 +28,7 @@ from onnx import TensorProto
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
 from kenosis_ort.graph import qdq
+from kenosis_ort.graph.constants import QONNX_DOMAINS
 from kenosis_ort.graph.shapes import rank_in
 from kenosis_ort.graph.view import ir, required
 
@@ -51,12 +52,12 @@ class Reader(tensors.Edits):
     def run(self) -> onnx.ModelProto:
         """The model in its new form."""
         for node in self.nodes:
-            if node.domain in qonnx_nodes.DOMAINS:
+            if node.domain in QONNX_DOMAINS:
                 operator = qonnx_nodes.operator_of(node)
                 quantize = {"BipolarQuant": self.bipolar, "Trunc": self.trunc}.get(operator, self.quant)
                 self.replace(node, quantize(node))
         model = self.finish()
-        qonnx_nodes.drop_imports(model, qonnx_nodes.DOMAINS)
+        qonnx_nodes.drop_imports(model, QONNX_DOMAINS)
         return model
 
     def quant(self, node: ir.Node) -> tensors.Array | ir.Value:

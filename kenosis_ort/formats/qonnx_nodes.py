@@ -22,16 +22,12 @@ import onnx
 
 from kenosis_ort.errors import ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits
-from kenosis_ort.graph.constants import constant_value, replace_entries
+from kenosis_ort.graph.constants import QONNX_DOMAINS, constant_value, replace_entries
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.view import GraphView, ir, required
 from kenosis_ort.graph.walk import all_graphs, all_nodes, subgraphs
-
-QONNX: Final = "qonnx.custom_op.general"
-DOMAINS: Final = frozenset({QONNX, "onnx.brevitas", "finn.custom_op.general"})
-"""Where the operators live: QONNX' own domain, that of Brevitas' exports, and that of FINN before QONNX was."""
 
 CHANNELS_LAST: Final = "qonnx.custom_op.channels_last"
 
@@ -110,7 +106,7 @@ def refuse(node: ir.Node, clause: str, fix: str | None = None) -> NoReturn:
 
 def is_qonnx(node: onnx.NodeProto) -> bool:
     """Whether a node is of one of QONNX' domains, whatever its operator."""
-    return node.domain in DOMAINS or node.domain == CHANNELS_LAST
+    return node.domain in QONNX_DOMAINS or node.domain == CHANNELS_LAST
 
 
 def operator_of(node: ir.Node) -> str:
@@ -152,7 +148,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
         what = f"The graph cannot be read: {error.__cause__ or error}"
         raise ModelLoadError(what, fix="Export the model again with a current exporter.") from error
     for node in nodes:
-        if node.domain not in DOMAINS:
+        if node.domain not in QONNX_DOMAINS:
             continue
         operator = operator_of(node)
         if operator not in INPUTS:
@@ -267,12 +263,12 @@ def spell_out(model: onnx.ModelProto) -> onnx.ModelProto:
         return copy_model(model)
     live = Edits(model)
     for node in live.nodes:
-        if node.domain in DOMAINS:
+        if node.domain in QONNX_DOMAINS:
             spelling, operator = Spelling(live, node), operator_of(node)
             spell = {"BipolarQuant": spelling.bipolar, "Trunc": spelling.trunc}.get(operator, spelling.quant)
             live.replace(node, spell())
     spelled = live.finish()
-    drop_imports(spelled, DOMAINS)
+    drop_imports(spelled, QONNX_DOMAINS)
     return spelled
 
 

@@ -111,6 +111,11 @@ def what(node: HasOperator) -> Is:
     return OPERATORS.get(walk.known_as(node.domain, node.op_type), Is(0))
 
 
+QONNX: Final = "qonnx.custom_op.general"
+QONNX_DOMAINS: Final = frozenset({QONNX, "onnx.brevitas", "finn.custom_op.general"})
+"""Where QONNX' operators live: its own domain, that of Brevitas' exports, and that of FINN before QONNX was."""
+
+
 def having(wanted: Is) -> frozenset[str]:
     """The names of the operators that are all of what is wanted."""
     return frozenset(name for name, found in OPERATORS.items() if wanted in found)

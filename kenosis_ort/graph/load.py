@@ -20,12 +20,12 @@ import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError, VerificationError
 from kenosis_ort.graph import outside
-from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
+from kenosis_ort.graph.constants import LAYERS, QONNX_DOMAINS, constants_to_initializers
 from kenosis_ort.graph.external_data import read_external_data
 from kenosis_ort.graph.files import store_model, uses_external_data
 from kenosis_ort.graph.qdq import Tagged, tag
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.graph.walk import MAIN_DOMAINS, fit_ir_version, name_nodes, opset_of
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, fit_ir_version, name_nodes, opset_of
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, regular
@@ -333,11 +333,11 @@ def check_runtime_loads(loaded: LoadedModel, custom_op_libraries: Sequence[str] 
     if mended is not None and _refusal(mended, custom_op_libraries) is None:
         _log.info("%s: the runtime loads it after small repairs only (%s)", loaded.name, refusal)
         return
-    raise ModelLoadError(
-        f"The runtime refuses the model: {' '.join(str(refusal).split())[:_REFUSAL_LIMIT]}",
-        where=loaded.name,
-        fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
-    ) from refusal
+    what = f"The runtime refuses the model: {' '.join(str(refusal).split())[:_REFUSAL_LIMIT]}"
+    fix = "Check that the model runs in onnxruntime; for custom operators give custom_op_libraries."
+    if any(node.domain in QONNX_DOMAINS for node in all_nodes(loaded.proto)):
+        fix = "It is quantized, in QONNX: quantize the float model it was made from, or have convert spell it in ONNX."
+    raise ModelLoadError(what, where=loaded.name, fix=fix) from refusal
 
 
 def _refusal(source: onnx.ModelProto | Path, libraries: Sequence[str]) -> BaseException | None:

@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
+from kenosis_ort.graph.constants import QONNX_DOMAINS
 from kenosis_ort.graph.load import INTEGER_KERNELS, load_model
 from kenosis_ort.graph.outside import tensor_bytes, weight_bytes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs
@@ -51,8 +52,8 @@ class ModelSummary:
         parameters: Number of weight elements.
         weight_bytes: Bytes of the weights.
         weight_types: Bytes of the weights by element type, largest first.
-        quantization: ``float``, ``QDQ``, ``QOperator``, ``dynamic or integer kernels``, ``weights only`` or
-            ``float16``.
+        quantization: ``float``, ``QDQ``, ``QOperator``, ``dynamic or integer kernels``, ``weights only``,
+            ``QONNX`` or ``float16``.
     """
 
     path: str
@@ -113,6 +114,8 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
 
 def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:
     ops = {node.op_type for node in nodes}
+    if any(node.domain in QONNX_DOMAINS for node in nodes):
+        return "QONNX"
     if any(op.startswith("QLinear") for op in ops):
         return "QOperator"
     if "DynamicQuantizeLinear" in ops or ops & INTEGER_KERNELS:

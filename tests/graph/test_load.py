@@ -345,6 +345,12 @@ def test_what_the_runtime_refuses_is_refused_first(monkeypatch, tmp_path, from_f
             call()
 
 
+def test_of_qonnx_it_is_said_that_the_model_is_quantized():
+    text = "(float[1,3] x) => (float[1,3] y) <float s, float z, float b> { y = onnx.brevitas.Quant(x, s, z, b) }"
+    with pytest.raises(ModelLoadError, match=r"Quant.*It is quantized, in QONNX.*convert"):
+        load_model(net(text, domains=("onnx.brevitas",)))
+
+
 def test_what_preparation_mends_is_no_reason_to_refuse():
     limits, proto = runtime_limits(), tiny()
     proto.ir_version = limits.max_ir + 1

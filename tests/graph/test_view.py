@@ -220,6 +220,8 @@ def test_what_was_quantized_is_told(how, expected, tmp_path):
      "weights only", {"int8": 15, "float": 4}),
     (net("(uint8[2,3] x) => (int32[2,5] y) <int8[3,5] w> { y = MatMulInteger(x, w) }"),
      "dynamic or integer kernels", {"int8": 15}),
+    (net("(float[1,3] x) => (float[1,3] y) <float s, float z, float b> { y = onnx.brevitas.Quant(x, s, z, b) }",
+         domains=("onnx.brevitas",)), "QONNX", {"float": 12}),
 ])  # fmt: skip
 def test_types_and_kernels_tell_it(model, expected, types):
     found = summarize(model)

@@ -10,7 +10,7 @@ from kenosis_ort.graph.constants import Is, constant_value, having
 from kenosis_ort.graph.outside import array_in, is_outside
 from kenosis_ort.graph.walk import attribute_int
 
-_PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize"}
+_PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize", "Gather"}
 _SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
 _EMBEDDINGS = {"EmbedLayerNormalization": {0: 2, 1: 4}}  # index of the indices: index of their table
 _STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
@@ -60,18 +60,18 @@ class Consumers:
             for node, index in self.of(queue.pop(0)):
                 yield node, index
                 passes = node.op_type in _PASSING and (index == 0 or node.op_type == "Concat")
-                if (passes or node.op_type in also) and node.output[0] not in seen:
-                    seen.add(node.output[0])
-                    queue.append(node.output[0])
+                outputs = [out for out in node.output if out not in seen] if passes or node.op_type in also else []
+                seen.update(outputs)
+                queue += outputs
 
     def foreign_domain(self, name: str) -> str | None:
         """The domain of an operator that nobody here knows and that reads the value, None without one."""
         return next((node.domain for node, _ in self.reached(name) if node.domain in self._foreign), None)
 
-    def rows(self, name: str) -> int | None:
-        """The smallest number of rows among the tables that a value indexes."""
+    def rows(self, name: str, behind: frozenset[str] = frozenset({"Add", "Mul", "Where"})) -> int | None:
+        """The smallest number of rows among the tables that a value indexes, also behind these operators."""
         found: list[int] = []
-        for node, index in self.reached(name, frozenset({"Add", "Mul", "Where"})):
+        for node, index in self.reached(name, behind):
             table, axis = None, 0
             if node.op_type in ("Gather", "GatherElements") and index == 1:
                 table = self.constants.get(node.input[0])

@@ -189,10 +189,11 @@ def _sort(info: InputInfo, consumers: Consumers) -> InputInfo:
     kind = _named(name, element_type, shape)
     if kind is not None:
         return replace(info, kind=kind, rows=consumers.rows(name))
-    if element_type in _INTEGERS:
-        rows = consumers.rows(name)
-        if rows is not None and shape:
+    if element_type in _INTEGERS | _FLOATS and shape:  # nets of Keras cast float tokens themselves
+        rows = consumers.rows(name) if element_type in _INTEGERS else consumers.rows(name, frozenset())
+        if rows is not None:
             return replace(info, kind=InputKind.TOKENS, rows=rows)
+    if element_type in _INTEGERS:
         return replace(info, reason="an integer input that looks nothing up in a table of the model")
     channels = consumers.conv_channels(name)
     last = _is_channels_last(shape, channels)

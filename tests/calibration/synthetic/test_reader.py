@@ -66,6 +66,18 @@ def test_tokens_stay_within_the_table():
     assert {a.shape for a in long.values()} == {(2, 9)}
 
 
+def test_tokens_are_told_behind_casts_of_floats_and_selected_rows():
+    model = parse("""g (float[batch,seq] letters, int64[2,seq] pairs) =>
+        (float[batch,seq,4] a, float[seq,4] b, float[1,seq,4] c)
+        <float[30,4] table, float[20,4] wide, float[9,4] narrow, int64 first = {0}> {
+        ids = Cast <to = 7> (letters)  a = Gather (table, ids)  row = Gather (pairs, first)  b = Gather (wide, row)
+        head, tail = Split <axis = 0> (pairs)  c = Gather (narrow, tail) }""")
+    feed = SyntheticReader(model, samples=1, input_shapes={"letters": (2, 40)}).feed(0)
+    assert (feed["letters"].dtype, feed["letters"].max() < 30, feed["letters"].max() > 9) == (np.float32, True, True)
+    assert (feed["letters"] == np.rint(feed["letters"])).all()
+    assert (feed["pairs"].min() >= 0, feed["pairs"].max() < 9) == (True, True)
+
+
 @pytest.mark.parametrize(("op", "constant", "top"), [
     ("Sub", 127.5, 255.0), ("Div", 255.0, 255.0), ("Mul", 1 / 255, 255.0), ("Sub", 0.5, 1.0),
 ])  # fmt: skip
