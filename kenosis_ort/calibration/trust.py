@@ -17,8 +17,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -29,68 +28,13 @@ from kenosis_ort.calibration.collector import Points, Progress, collect
 from kenosis_ort.calibration.feeds import Known, Provenance, sample_feeds
 from kenosis_ort.calibration.synthetic.net_evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.calibration.trust_summary import RangeSource, TensorTrust, TrustLevel, TrustSummary
 from kenosis_ort.graph.constants import LAYERS, Is, having
 
 _log = logging.getLogger(__name__)
 
 _GROUPS = 4
 _REAL_GROUPS = 8
-
-
-class TrustLevel(str, Enum):
-    """Whether a model calibrated that way may be shipped."""
-
-    TRUSTED = "trusted"
-    USABLE = "usable"
-    DO_NOT_SHIP = "do not ship"
-
-
-class RangeSource(str, Enum):
-    """Source of a tensor's range."""
-
-    MEASURED = "measured"
-    EXTENDED = "measured, and extended for what the samples do not show"
-    BATCH_NORM = "predicted from the statistics of a BatchNormalization"
-    BOUND = "measured, up to what the operator cannot exceed"
-    REAL = "measured on real samples, and extended towards the made-up ones"
-
-
-@dataclass(frozen=True)
-class TensorAssessment:
-    """The range of one tensor.
-
-    Attributes:
-        source: How it was found.
-        measured: Range over all samples.
-        used: Range to quantize with.
-        spread: Standard deviation of the range's ends over groups of samples with other seeds, as a share of its width.
-    """
-
-    source: RangeSource
-    measured: Range
-    used: Range
-    spread: float
-
-
-@dataclass(frozen=True)
-class CalibrationTrust:
-    """Trust in the ranges of a model, by tensor and as a whole.
-
-    Attributes:
-        verdict: Of the model.
-        causes: Why it is not better, the tensors or inputs named; empty where trusted.
-        supply: What the caller could give to make it better.
-        tensors: By tensor name.
-        samples: Number of made-up samples.
-        real_samples: Number of real samples.
-    """
-
-    verdict: TrustLevel
-    causes: tuple[str, ...] = ()
-    supply: tuple[str, ...] = ()
-    tensors: Mapping[str, TensorAssessment] = field(default_factory=dict)
-    samples: int = 0
-    real_samples: int = 0
 
 
 _NATURAL_MISFIT = 0.4
@@ -105,7 +49,7 @@ Finding = tuple[TrustLevel, str, str]
 
 
 def verdict_on(
-    tensors: Mapping[str, TensorAssessment],
+    spreads: Mapping[str, float],
     known: Mapping[str, Known],
     misfits: Mapping[str, float],
     *,
@@ -117,7 +61,8 @@ def verdict_on(
     """The verdict, what caused it, and what the caller could supply.
 
     Args:
-        tensors: By tensor name.
+        spreads: Standard deviation of the ends of a range over groups of samples with other seeds, as a share of its
+            width, by tensor name.
         known: How well the scale of each input is known, by its name.
         misfits: Of BatchNormalizations by the node's name.
         silent: Outputs that answer nothing to the samples, by name, and how that shows.
@@ -131,11 +76,11 @@ def verdict_on(
     elif needed is None and real < _ENOUGH_REAL:
         cause = f"ranges changed up to the last of {real} real samples"
         found.append((TrustLevel.USABLE, cause, "more real samples"))
-    unstable = sorted((n for n, t in tensors.items() if t.spread > _UNSTABLE), key=lambda n: -tensors[n].spread)
-    share = len(unstable) / max(len(tensors), 1)
+    unstable = sorted((n for n, spread in spreads.items() if spread > _UNSTABLE), key=lambda n: -spreads[n])
+    share = len(unstable) / max(len(spreads), 1)
     if share > _FEW:
         level = TrustLevel.DO_NOT_SHIP if share > _MANY else TrustLevel.USABLE
-        cause = f"the ranges of {len(unstable)} of {len(tensors)} tensors change with the seed: {_some(unstable)}"
+        cause = f"the ranges of {len(unstable)} of {len(spreads)} tensors change with the seed: {_some(unstable)}"
         found.append((level, cause, "more samples (samples=256), or ten real ones"))
     worst = max((level for level, _, _ in found), key=list(TrustLevel).index, default=TrustLevel.TRUSTED)
     return worst, tuple(cause for _, cause, _ in found), tuple(dict.fromkeys(remedy for _, _, remedy in found))
@@ -199,7 +144,7 @@ def assess(
     *,
     provenance: Provenance,
     evidence: NetEvidence | None = None,
-) -> tuple[CalibrationTable, CalibrationTrust]:
+) -> tuple[CalibrationTable, TrustSummary]:
     """A table with the ranges to quantize with, and how far they can be trusted.
 
     Args:
@@ -215,7 +160,9 @@ def assess(
     whole = reduce(CalibrationTable.merge, (*real, *made_up))
     bounds, depth = hard_bounds(proto), depths(proto)
     evidence = evidence or NetEvidence({}, {})
-    trusts: dict[str, TensorAssessment] = {}
+    ranges: dict[str, Range] = {}
+    spreads: dict[str, float] = {}
+    trusts: list[TensorTrust] = []
     for name in whole.tensors:
         at = depth.get(name, 0.0)
         synthetic, natural = ([table.range_of(name) for table in tables] for tables in (made_up, real))
@@ -224,12 +171,21 @@ def assess(
         limited = _limit(used, measured, bounds.get(name))
         if limited != used and source is RangeSource.EXTENDED:
             source = RangeSource.BOUND
-        trusts[name] = TensorAssessment(source, measured, limited, spread)
+        ranges[name], spreads[name] = limited, spread
+        why = "its range changes with the seed" if spread > _UNSTABLE else ""
+        trusts.append(TensorTrust(name, source.value, 1.0 - min(spread, 1.0), why))
     how: dict[str, Any] = {"silent": evidence.silent, "natural": provenance.natural, "real": len(real)}
-    verdict = verdict_on(trusts, provenance.known, evidence.misfits, needed=real_samples_needed(real), **how)
-    samples, of_real = (sum(table.samples for table in tables) for tables in (made_up, real))
-    trust = CalibrationTrust(*verdict, trusts, samples, of_real)
-    return whole.with_ranges({name: t.used for name, t in trusts.items()}), trust
+    level, causes, supply = verdict_on(
+        spreads, provenance.known, evidence.misfits, needed=real_samples_needed(real), **how
+    )
+    trust = TrustSummary(
+        verdict=level.value,
+        reason="; ".join(causes) or "every range is bounded by the net or the same for every seed",
+        source="mixed" if real else "synthetic",
+        advice="; ".join(supply),
+        tensors=tuple(sorted(trusts, key=lambda trust: -spreads[trust.tensor])),
+    )
+    return whole.with_ranges(ranges), trust
 
 
 def real_samples_needed(real: Sequence[CalibrationTable]) -> int | None:
@@ -355,7 +311,7 @@ def collect_with_trust(
     samples: int,
     evidence: NetEvidence | None = None,
     progress: Progress | None = None,
-) -> tuple[CalibrationTable, CalibrationTrust]:
+) -> tuple[CalibrationTable, TrustSummary]:
     """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
 
     Args:
@@ -387,9 +343,7 @@ def collect_with_trust(
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
     made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]
     found, trust = assess(proto, made_up, real, provenance=provenance, evidence=evidence)
-    _log.info(
-        "calibration on %d made-up and %d real samples: %s", trust.samples, trust.real_samples, trust.verdict.value
-    )
+    _log.info("calibration on %d samples, %d of them real: %s", found.samples, provenance.real, trust.verdict)
     return found, trust
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
@@ -18,10 +18,6 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.report.facts import TensorTrust, TrustSummary
-
-if TYPE_CHECKING:
-    from kenosis_ort.calibration.trust import CalibrationTrust
 
 
 def calibrate(
@@ -53,24 +49,6 @@ def _points(builder: Builder, channels: Mapping[str, int], keep: int = 0) -> Poi
     request, providers = builder.request, builder.request.calibration_providers or ()
     more: Mapping[str, Any] = {"providers": providers, "channels": channels, "keep": keep}
     return builder.points(builder.tensors, calibration_config(request), **more)
-
-
-_UNSTABLE = 0.3  # spread of a range over seeds beyond which the report says so
-
-
-def trust_summary(trust: CalibrationTrust) -> TrustSummary:
-    """The trust as the report shows it, the least stable tensors first."""
-    tensors, changes = sorted(trust.tensors.items(), key=lambda t: -t[1].spread), "its range changes with the seed"
-    return TrustSummary(
-        verdict=trust.verdict.value,
-        reason="; ".join(trust.causes) or "every range is bounded by the net or the same for every seed",
-        source="mixed" if trust.real_samples else "synthetic",
-        advice="; ".join(trust.supply),
-        tensors=tuple(
-            TensorTrust(name, t.source.value, 1.0 - min(t.spread, 1.0), changes if t.spread > _UNSTABLE else "")
-            for name, t in tensors
-        ),
-    )
 
 
 def find_ranges(call: Call, drafted: Builder, builder: Builder, every: Sequence[Pass]) -> CalibrationTable:
@@ -118,7 +96,7 @@ def _collected(call: Call, drafted: Builder, builder: Builder, followed: Sequenc
     from kenosis_ort.calibration.trust import collect_with_trust
 
     reader, libraries = data.reader, builder.request.custom_op_libraries
-    table, trust = collect_with_trust(
+    table, call.trust = collect_with_trust(
         builder.prepared.proto,
         data,
         _points(builder, channels),
@@ -127,5 +105,4 @@ def _collected(call: Call, drafted: Builder, builder: Builder, followed: Sequenc
         evidence=net_evidence(call.loaded.proto, probe_feeds(reader), custom_op_libraries=libraries),
         progress=builder.request.progress,
     )
-    call.trust = trust_summary(trust)
     return replace(table, made_up=call.trust.source == "synthetic")

@@ -18,6 +18,7 @@ from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.calibration.feeds import LEAST_FEEDS, Cut, Feed, Part, split_feeds
 from kenosis_ort.calibration.readers import is_made_up
+from kenosis_ort.calibration.trust_summary import TrustSummary
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.reused_tables import CalibrationCache
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
@@ -76,7 +77,7 @@ class Call(Journal):
     cache: CalibrationCache | None = None
     speed: facts.SpeedSummary | None = None
     choice: SpeedChoice | None = None
-    trust: facts.TrustSummary | None = None
+    trust: TrustSummary | None = None
     validation: Validation | None = None
     division: Division | None = None
     divided: tuple[list[Feed], Evaluator] | None = None

@@ -152,12 +152,8 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
         return None
     recipe = call.request.recipe
     budget = recipe.accuracy_budget if recipe.mixed_precision else None
-    fields = {name: value for name, value in vars(found).items() if name != "higher_is_better"}
     return MeasureSummary(
-        **fields,
-        loss=found.loss,
-        best_loss=found.best_loss,
-        worst_loss=found.worst_loss,
+        **vars(found),
         source=call.held_out_kind,
         budget=budget,
         kept=None if budget is None else is_within(found.loss_for(budget), budget),

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison
+from kenosis_ort.calibration.trust_summary import TrustSummary
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.journal import PassOutcome
 from kenosis_ort.passes.recipe import Recipe
@@ -24,8 +26,6 @@ _STAYS: Final = "ttentions stay as products and Softmax"
 """What the notes say of attention layers that did not become one operator."""
 OTHER_FORMS = ("dynamic", "weight-only", "float")
 """Names of the forms that are delivered where int8 by a placement plan is slower than the float model."""
-
-TrustVerdict = Literal["trusted", "usable", "do not ship"]
 
 
 @dataclass(frozen=True)
@@ -109,76 +109,16 @@ class SpeedSummary:
 
 
 @dataclass(frozen=True)
-class TensorTrust:
-    """Trust in the range of one tensor.
-
-    Attributes:
-        tensor: Name of the tensor.
-        how: How the range was found, e.g. ``seen in the data`` or ``BatchNormalization statistics``.
-        stability: 0 to 1: agreement of the ranges across seeds or parts of the data; None if not measured.
-        reason: What is wrong with it, one sentence; empty where nothing is.
-    """
-
-    tensor: str
-    how: str = ""
-    stability: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class TrustSummary:
-    """Trust in the calibration.
-
-    Attributes:
-        verdict: ``trusted``, ``usable`` or ``do not ship``.
-        reason: Why, one sentence.
-        source: Where the data came from, e.g. ``caller``, ``synthetic``, ``mixed`` or ``cache``.
-        advice: What the caller should supply, e.g. ten real samples; empty where nothing is needed.
-        tensors: The tensors, those that led to the verdict first.
-    """
-
-    verdict: TrustVerdict
-    reason: str = ""
-    source: str = ""
-    advice: str = ""
-    tensors: tuple[TensorTrust, ...] = ()
-
-
-@dataclass(frozen=True)
-class MeasureSummary:
+class MeasureSummary(Measured):
     """Measure of the delivered model beside the float model, on samples that no pass was fitted to.
 
     Attributes:
-        measure: What it is, e.g. ``top-1 agreement with the float model in output 'logits'``.
-        unit: What one stands for, e.g. ``share of decisions``.
-        value: Of the delivered model.
-        float_value: Of the float model: 1 for agreements, 0 for errors, what it scores for a metric of the caller's.
-        loss: What was lost, in the same unit; negative for a gain.
-        samples: Number of samples.
-        counted: Decisions, pixels, boxes or numbers in them.
         source: Where the samples come from.
-        low: Lower end of the 95 % interval of `value`; None where the samples tell none.
-        high: Its upper end.
-        best_loss: Lower end of the 95 % interval of `loss`.
-        worst_loss: Its upper end.
-        expected: Expected `value` on many samples, where that is a better estimate than counting.
         budget: Loss that the caller allowed; None without a budget.
         kept: Whether `loss`, or the expected one if larger and the samples are few, is within `budget`.
     """
 
-    measure: str
-    unit: str
-    value: float
-    float_value: float
-    loss: float
-    samples: int
-    counted: int
-    source: str
-    low: float | None = None
-    high: float | None = None
-    best_loss: float | None = None
-    worst_loss: float | None = None
-    expected: float | None = None
+    source: str = ""
     budget: float | None = None
     kept: bool | None = None
 
@@ -386,11 +326,13 @@ class ReportFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as data that any JSON writer takes."""
-        apart = {"options", "plan", "fusion", "recipe"}
+        apart = {"options", "plan", "fusion", "recipe", "measure"}
+        found, losses = self.measure, ("loss", "best_loss", "worst_loss")
         return {
             "schema": SCHEMA_VERSION,
             "verdict": self.verdict(),
             **{f.name: to_data(getattr(self, f.name)) for f in fields(self) if f.name not in apart},
+            "measure": found and to_data(vars(found) | {name: getattr(found, name) for name in losses}),
             "options": {k: {"value": plain(value), "source": source} for k, (value, source) in self.options.items()},
             "plan": json.loads(self.plan.to_json()),
             "fusion": None if self.fusion is None else self.fusion.to_dict(),

@@ -25,9 +25,10 @@ from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
+    from kenosis_ort.calibration.trust_summary import TrustSummary
     from kenosis_ort.passes.journal import PassOutcome
     from kenosis_ort.plan import PlacementPlan
-    from kenosis_ort.report.facts import ReportFacts, SpeedCandidate, SpeedSummary, TrustSummary
+    from kenosis_ort.report.facts import ReportFacts, SpeedCandidate, SpeedSummary
 
 Form: TypeAlias = str | Callable[[Any], str | Text]
 """What a cell of a `table` holds: a format string of the row's object, or a function of it."""

@@ -15,12 +15,12 @@ from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
 from tests.calibration.synthetic.test_draws import edges
 
-STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.05)}
-SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.6)}
+STEADY = {"a": 0.05}
+SHAKY = {**STEADY, "b": 0.6}
 
 
 def verdict(**changes):
-    known = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
+    known = {"spreads": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
     known.update(natural=True, real=0, needed=None)
     return trust.verdict_on(**{**known, **changes})
 
@@ -35,7 +35,7 @@ def verdict(**changes):
     ({"misfits": {"bn": 3.0}}, trust.TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
     ({"silent": {"y": "is zero"}}, trust.TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
     ({"silent": {"y": "is zero"}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
-    ({"tensors": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
+    ({"spreads": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
     ({"known": {"x": Known.GUESS}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
     ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
     ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
@@ -61,14 +61,16 @@ def tables(feeds, groups):
 def test_ranges_hold_what_was_measured_within_bounds():
     made_up = tables(random_feeds(16, (1, 16)), 4)
     table, told = trust.assess(NET, made_up, provenance=Provenance(known={"x": Known.GIVEN}))
-    assert told.samples == 16
-    assert set(told.tensors) == set(node_outputs(NET)) == set(table.tensors)
-    for name, tensor in told.tensors.items():
-        assert table.range_of(name) == tensor.used
-        assert tensor.used[0] <= tensor.measured[0] <= tensor.measured[1] <= tensor.used[1]
-        assert tensor.measured[0] < 0 or tensor.used[0] >= 0, "no sign that no sample showed"
-        assert tensor.measured[1] > 0 or tensor.used[1] <= 0
-    assert told.tensors["x"].used == told.tensors["x"].measured
+    assert (table.samples, told.source) == (16, "synthetic")
+    assert {tensor.tensor for tensor in told.tensors} == set(node_outputs(NET)) == set(table.tensors)
+    assert (told.tensors[0].stability or 0) <= (told.tensors[-1].stability or 0)
+    measured = reduce(CalibrationTable.merge, made_up)
+    for name in table.tensors:
+        (low, high), (least, most) = measured.range_of(name), table.range_of(name)
+        assert least <= low <= high <= most
+        assert low < 0 or least >= 0, "no sign that no sample showed"
+        assert high > 0 or most <= 0
+    assert table.range_of("x") == measured.range_of("x")
 
 
 def test_real_samples_decide_where_there_are_any():
@@ -78,8 +80,8 @@ def test_real_samples_decide_where_there_are_any():
     for name in table.tensors:
         (low, high), (least, most) = reduce(CalibrationTable.merge, real).range_of(name), table.range_of(name)
         assert least <= low <= high <= most
-    assert {t.source for t in told.tensors.values()} == {trust.RangeSource.REAL}
-    assert told.real_samples == 4
+    assert {t.how for t in told.tensors} == {trust.RangeSource.REAL.value}
+    assert told.source == "mixed"
 
 
 @pytest.mark.parametrize(("sizes", "needed"), [([1] * 6, 1), (range(1, 7), None), ([1] * 2, None)])
@@ -93,10 +95,12 @@ def test_collection_in_groups_sees_every_sample_once():
     collected = partial(trust.collect_with_trust, NET, samples=11, provenance=made_up().provenance)
     seen = []
     names, plain = node_outputs(NET), swept(NET, made_up())
-    table, told = collected(made_up(), Points(names, threads=1), progress=lambda *args: seen.append(args))
-    assert table.samples == told.samples == 11
+    table, _ = collected(made_up(), Points(names, threads=1), progress=lambda *args: seen.append(args))
+    assert table.samples == 11
     assert table.data_fingerprint == plain.data_fingerprint
-    assert {n: t.measured for n, t in told.tensors.items()} == {n: plain.range_of(n) for n in names}
+    assert all(
+        table.range_of(n)[0] <= plain.range_of(n)[0] <= plain.range_of(n)[1] <= table.range_of(n)[1] for n in names
+    )
     assert [done for done, _ in seen if done] == sorted(done for done, _ in seen if done)
     assert seen[-1] == (11, 11)
     with pytest.raises(CalibrationError, match="order of the samples"):

@@ -2,12 +2,13 @@
 
 from kenosis_ort import RECIPES, QuantizationReport
 from kenosis_ort.accuracy.outputs import OutputComparison
+from kenosis_ort.calibration.trust_summary import TensorTrust, TrustSummary
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.journal import PassOutcome
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report import evidence as told
 from kenosis_ort.report.evidence import Bars, LayerSignal, OpTime, OpTimes, ReportEvidence, SketchNode, TensorProfile
-from kenosis_ort.report.facts import CalibrationSummary, SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
+from kenosis_ort.report.facts import CalibrationSummary, SpeedCandidate, SpeedSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
 

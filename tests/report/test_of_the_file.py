@@ -129,6 +129,9 @@ def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path):
     model = net(3)
     report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 128), promise=False)
     assert report.measure.samples > 32
+    told = report.to_dict()["measure"]
+    assert (told["loss"], told["worst_loss"]) == (report.measure.loss, report.measure.worst_loss)
+    assert told["samples"] == report.measure.samples
 
 
 @pytest.mark.parametrize(("samples", "options", "told"), [
