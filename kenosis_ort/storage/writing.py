@@ -18,7 +18,7 @@ import time
 import unicodedata
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,7 +122,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def same_file(a: Path, b: Path) -> bool:
-    """Whether two paths are one file, by links and other spellings too; neither has to exist."""
+    """Whether what is written to one path replaces the other's file, by links and other spellings too.
+
+    Neither has to exist. A hard link is a file of its own here: what is written takes the place of one name.
+    """
     return _identity(a) == _identity(b)
 
 
@@ -152,17 +155,17 @@ def _conflict(role: str, path: Path, other: str) -> OutputError:
 
 
 def _identity(path: Path) -> Hashable:
-    """Key that is equal for all paths of a file; for one that does not exist, by its folder and name."""
-    try:
+    """Key that is equal for all paths of a file; for one with several names, or none yet, by its folder and name."""
+    with suppress(OSError, ValueError):
         status = os.stat(path)
+        if status.st_nlink == 1:
+            return status.st_dev, status.st_ino
+    target = Path(os.path.realpath(path))
+    try:
+        folder = os.stat(target.parent)
     except (OSError, ValueError):
-        target = Path(os.path.realpath(path))
-        try:
-            folder = os.stat(target.parent)
-        except (OSError, ValueError):
-            return _entry(str(target))
-        return folder.st_dev, folder.st_ino, _entry(target.name)
-    return status.st_dev, status.st_ino
+        return _entry(str(target))
+    return folder.st_dev, folder.st_ino, _entry(target.name)
 
 
 def _entry(name: str) -> str:

@@ -34,7 +34,7 @@ def bad(shell):
     (shell.folder / "loader.py").write_text(LOADER)
     onnx.save(onnx.load("float.onnx"), "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     (shell.folder / "soft.html").symlink_to("float.onnx")
-    os.link("samples.npz", "hard.toml")
+    (shell.folder / "soft.toml").symlink_to("samples.npz")
     (shell.folder / "sub").mkdir()
     return shell
 
@@ -56,7 +56,7 @@ quantize float.onnx DATA --mean 0.5 => --mean goes with a folder of images
 quantize float.onnx DATA --exclude layer0.con => Did you mean 'layer0.conv'?
 quantize float.onnx DATA --report soft.html => the report is the float model itself
 quantize float.onnx DATA --report float.int8.onnx => the report is the output itself
-quantize float.onnx DATA --save-recipe hard.toml => the recipe to save is the calibration data itself
+quantize float.onnx DATA --save-recipe soft.toml => the recipe to save is the calibration data itself
 quantize float.onnx DATA --save-recipe r.html --report r.html => the report is the recipe to save itself
 quantize float.onnx DATA --cache samples.npz => The calibration cache cannot be read
 quantize float.onnx --data loader.py:samples --report loader.py => the report is the calibration data itself

@@ -61,6 +61,19 @@ def test_no_output_is_an_input_or_another_output(folder, output, options, text):
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.parametrize("linked", ["model.onnx", "weights.bin"])
+def test_an_output_that_is_a_hard_link_replaces_one_name_and_says_nothing(folder, recwarn, linked):
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    os.link(linked, "hard.onnx")
+    report = quantize_static("model.onnx", "hard.onnx", ArrayReader("data.npz"), recipe="plain", promise=False)
+    assert (report.warnings, [str(warned.message) for warned in recwarn if "replaced" in str(warned.message)]) == (
+        (),
+        [],
+    )
+    assert {path: path.read_bytes() for path in before} == before
+    assert "QuantizeLinear" in {node.op_type for node in onnx.load("hard.onnx").graph.node}
+
+
 def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path, folder):
     class Wanderer(models.FeedReader):
         def get_next(self):
