@@ -30,7 +30,7 @@ from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import Form, listed, make_table, render_report, table
-from kenosis_ort.storage.writing import absolute
+from kenosis_ort.storage.writing import absolute, check_kind
 
 
 def saved_data(file: RecipeFile, where: str) -> dict[str, Any]:
@@ -138,8 +138,9 @@ def _recipe_path(arguments: argparse.Namespace) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    roles = {"recipe": "the recipe to save", "report": "the report"}
-    written = [(roles[name], path) for name, path in paths.items() if path is not None]
+    roles, begins = {"recipe": "the recipe to save", "report": "the report"}, {"recipe": "[", "report": "<"}
+    texts = {name: path for name, path in paths.items() if path is not None}
+    written = [(roles[name], path) for name, path in texts.items()]
     check_files(
         arguments.model,
         output,
@@ -151,6 +152,8 @@ def _check_files(
     )
     for path in (output, *(path for _, path in written)):
         check_destination(path)
+    for name, path in texts.items():
+        check_kind(path, begins[name], roles[name])
 
 
 def _show(report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
@@ -12,7 +11,7 @@ from kenosis_ort.options import Stages
 from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.report.facts import ReportFacts
 from kenosis_ort.storage.data import plain
-from kenosis_ort.storage.writing import check_apart, write_text
+from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
 
 HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range")
@@ -82,8 +81,6 @@ class QuantizationReport(ReportFacts):
         """Writes `to_html` to a file.
 
         Raises:
-            OutputError: The file cannot be written, or is one of the models.
+            OutputError: The file cannot be written, or another one lies there that is no page.
         """
-        models = (("the float model", self.model_input), ("the quantized model", self.model_output))
-        check_apart([("the report", Path(path))], [(role, Path(name)) for role, name in models])
         write_text(path, self.to_html(), "the report")

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -208,6 +209,34 @@ def sha256_of(*files: Path) -> str:
     return digest.hexdigest()
 
 
+_KINDS: Final = re.compile(rb"(?:\s|#(?!!).*\n)*(?:(?P<html><)|(?P<json>\{)|(?P<toml>\[|[\w.-]+ *=)|(?P<empty>\Z))")
+_HEAD: Final = 2**12  # bytes that tell a kind
+
+
+def check_kind(path: Path, text: str, what: str) -> None:
+    """Checks that a text does not take the place of a model, or of a file of another kind than HTML, JSON or TOML.
+
+    Args:
+        path: Where it is to go.
+        text: It, or how it begins.
+        what: As for `write_text`.
+
+    Raises:
+        OSError: What lies there cannot be read.
+        OutputError: The name ends in ``.onnx``, or what lies there begins otherwise.
+    """
+    there = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            there = file.read(_HEAD)
+    wanted, found = (
+        each and each.lastgroup for each in map(_KINDS.match, (text[:_HEAD].encode(errors="replace"), there))
+    )
+    if path.suffix.lower() == ".onnx" or (wanted is not None and found not in (wanted, "empty")):
+        fix = "name another file, or remove that one first"
+        raise OutputError(f"{what} would take the place of a file of another kind", where=str(path), fix=fix)
+
+
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
@@ -220,7 +249,7 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
         what: What it is, for the message: ``"the report"``.
 
     Raises:
-        OutputError: It cannot be written; an existing file is as it was.
+        OutputError: It cannot be written, or would replace a file of another kind; an existing file is as it was.
     """
     final = Path(os.path.realpath(path))
     try:
@@ -228,6 +257,7 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not final.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder does not exist")
+        check_kind(final, text, what)
         with Scratch("write", beside=final.parent) as folder:
             made = folder / "text"
             made.write_text(text, encoding="utf-8")

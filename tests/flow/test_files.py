@@ -16,7 +16,16 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ArrayReader, KenosisWarning, OutputError, Recipe, quantize_static, quantize_weights
+from kenosis_ort import (
+    ArrayReader,
+    CalibrationError,
+    CalibrationTable,
+    KenosisWarning,
+    OutputError,
+    Recipe,
+    quantize_static,
+    quantize_weights,
+)
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
@@ -61,15 +70,37 @@ def test_no_output_is_an_input_or_another_output(folder, output, options, text):
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
+@pytest.mark.parametrize("kind", ["html", "recipe", "recipe alone", "table"])
+def test_what_is_saved_takes_the_place_of_its_own_kind_alone(folder, kind):
+    report = quantize_static("model.onnx", "made.onnx", ArrayReader("data.npz"), recipe="plain", promise=False)
+    save = {
+        "html": report.save_html, "recipe": report.save_recipe, "recipe alone": Recipe("plain").save,
+        "table": CalibrationTable.load("cache.json").save,
+    }[kind]  # fmt: skip
+    texts = {"page.html": " <!doctype html>", "a.json": '{"a": 1}', "a.toml": "# a\na = 1\n", "a.py": "#!/a\na = 1\n"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    own = {"html": "page.html", "table": "a.json"}.get(kind, "a.toml")
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    others = {"model.onnx", "weights.bin", "made.onnx", "data.npz", "none.onnx", *texts} - {own}
+    for other in others:
+        with pytest.raises((OutputError, CalibrationError), match="would take the place of a file of another kind"):
+            save(other)
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    (folder / "empty").touch()
+    for name in (own, "new", "empty"):
+        save(name)
+        save(name)
+    assert (folder / own).read_bytes() == (folder / "new").read_bytes() == (folder / "empty").read_bytes()
+
+
 @pytest.mark.parametrize("linked", ["model.onnx", "weights.bin"])
 def test_an_output_that_is_a_hard_link_replaces_one_name_and_says_nothing(folder, recwarn, linked):
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     os.link(linked, "hard.onnx")
     report = quantize_static("model.onnx", "hard.onnx", ArrayReader("data.npz"), recipe="plain", promise=False)
-    assert (report.warnings, [str(warned.message) for warned in recwarn if "replaced" in str(warned.message)]) == (
-        (),
-        [],
-    )
+    assert not report.warnings
+    assert not [warned for warned in recwarn if "replaced" in str(warned.message)]
     assert {path: path.read_bytes() for path in before} == before
     assert "QuantizeLinear" in {node.op_type for node in onnx.load("hard.onnx").graph.node}
 
