@@ -412,7 +412,7 @@ def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:
 
     signature = inspect.signature(quantize_static)
     try:
-        bound = signature.bind(model_input, "preview.onnx", **options)
+        bound = signature.bind(model_input, f"{os.sep}preview.onnx", **options)
     except TypeError as error:
         raise ArgumentTypeError(str(error), where="options", fix="give options of quantize_static") from error
     bound.apply_defaults()

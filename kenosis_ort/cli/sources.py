@@ -30,6 +30,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.passes.recipe import is_recipe_file
+from kenosis_ort.storage.writing import absolute
 
 if TYPE_CHECKING:
     from kenosis_ort.cluster import Cluster
@@ -356,7 +357,7 @@ def _blamed(source: str, fix: str = "correct the function; -v shows the tracebac
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
     """Has Python find modules of the current folder first; code of the caller's may leave it for as long as it runs."""
-    before, folder = list(sys.path), Path.cwd()
+    before, folder = list(sys.path), absolute(".")
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.writing import Scratch, check_apart, is_possible, locked, same_file, sha256_of
+from kenosis_ort.storage.writing import Scratch, check_apart, is_possible, locked, real, same_file, sha256_of
 
 _log = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ def write_model(
         OutputError: The folder does not exist, the destination is a folder or not writable, the disk is full.
     """
     check_destination(destination)
-    final = Path(os.path.realpath(destination))
+    final = real(destination)
     with Scratch("write", beside=final.parent) as folder:
         temporary = folder / final.name
         external = store_model(proto, temporary, external_data=external_data, content=content)
@@ -394,7 +394,7 @@ def check_destination(destination: Path) -> None:
         OutputError: The folder does not exist or is not writable, or the path is a folder, no regular file or
             write-protected.
     """
-    final = Path(os.path.realpath(destination))
+    final = real(destination)
     if not is_possible(final):
         raise OutputError("The output path is too long.", where=str(destination), fix="Choose another output path.")
     if final.is_dir():

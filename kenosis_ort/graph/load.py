@@ -28,7 +28,7 @@ from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, fit_ir_version, name_nodes, opset_of
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
-from kenosis_ort.storage.writing import Scratch, absolute, regular
+from kenosis_ort.storage.writing import Scratch, absolute, real, regular
 
 _log = logging.getLogger(__name__)
 
@@ -218,6 +218,7 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(_HEAD)
     except FileNotFoundError:
+        absolute(path)  # a relative one in a folder that was deleted is told as such
         raise ModelLoadError("The model file does not exist.", where=where, fix="Check the path.") from None
     except ModelLoadError:
         raise
@@ -259,7 +260,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(model)
     elif isinstance(model, (str, os.PathLike)):
         path = Path(os.fspath(model))
-        name, folder = str(path), path.resolve().parent
+        name, folder = str(path), real(path).parent
         proto = parse_model(path)
     else:
         raise _no_model(model)

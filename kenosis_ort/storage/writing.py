@@ -18,12 +18,12 @@ import tempfile
 import time
 import unicodedata
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from kenosis_ort.errors import KenosisError, OutputError
+from kenosis_ort.errors import KenosisError, OptionError, OutputError
 
 fcntl: Any
 try:
@@ -118,8 +118,28 @@ _BLOCK: Final = 1 << 20
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A path that means the same file whatever the working directory becomes."""
-    return Path(os.path.abspath(path))
+    """A path that means the same file whatever the working directory becomes; raises as `real`."""
+    return _spelled(os.path.abspath, path)
+
+
+def real(path: str | os.PathLike[str]) -> Path:
+    """The absolute path with all links followed.
+
+    Raises:
+        OptionError: The path is relative, and the working directory was deleted.
+    """
+    return _spelled(os.path.realpath, path)
+
+
+def _spelled(form: Callable[[str], str], path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(form(os.fspath(path)))
+    except FileNotFoundError as error:
+        raise OptionError(
+            "the working directory of this process was deleted, so that a relative path leads nowhere",
+            where=os.fspath(path),
+            fix="give an absolute path, or change to a folder that exists",
+        ) from error
 
 
 def same_file(a: Path, b: Path) -> bool:
@@ -161,7 +181,7 @@ def _identity(path: Path) -> Hashable:
         status = os.stat(path)
         if status.st_nlink == 1:
             return status.st_dev, status.st_ino
-    target = Path(os.path.realpath(path))
+    target = real(path)
     try:
         folder = os.stat(target.parent)
     except (OSError, ValueError):
@@ -249,9 +269,10 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
         what: What it is, for the message: ``"the report"``.
 
     Raises:
+        OptionError: As `real`.
         OutputError: It cannot be written, or would replace a file of another kind; an existing file is as it was.
     """
-    final = Path(os.path.realpath(path))
+    final = real(path)
     try:
         if final.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -21,10 +21,14 @@ from kenosis_ort import (
     CalibrationError,
     CalibrationTable,
     KenosisWarning,
+    OptionError,
     OutputError,
     Recipe,
+    calibrate,
+    preview,
     quantize_static,
     quantize_weights,
+    verify_fusion,
 )
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.runtime.counting import counted
@@ -103,6 +107,25 @@ def test_an_output_that_is_a_hard_link_replaces_one_name_and_says_nothing(folder
     assert not [warned for warned in recwarn if "replaced" in str(warned.message)]
     assert {path: path.read_bytes() for path in before} == before
     assert "QuantizeLinear" in {node.op_type for node in onnx.load("hard.onnx").graph.node}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there a folder in use cannot be deleted")
+@pytest.mark.parametrize(("door", "places"), [
+    (lambda model, out, data: quantize_static(model, out, ArrayReader(data), recipe="plain"), (0, 1, 2)),
+    (lambda model, out, data: calibrate(model, out, ArrayReader(data)), (0, 1, 2)),
+    (lambda model, *_: preview(model), [0]),
+    (lambda model, *_: verify_fusion(model), [0]),
+    (lambda _, out, __: Recipe("plain").save(out), [1]),
+])  # fmt: skip
+def test_in_a_deleted_folder_absolute_paths_lead_somewhere(folder, door, places):
+    os.chdir("sub")
+    (folder / "sub").rmdir()
+    names = ("model.onnx", "out", "data.npz")
+    door(*(folder / name for name in names))
+    for at in places:
+        with pytest.raises(OptionError, match="working directory of this process was deleted") as caught:
+            door(*(Path(name) if place == at else folder / name for place, name in enumerate(names)))
+        assert (caught.value.where, "absolute path" in str(caught.value.fix)) == (names[at], True)
 
 
 def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path, folder):
