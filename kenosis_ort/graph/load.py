@@ -365,4 +365,4 @@ def _mended(loaded: LoadedModel) -> onnx.ModelProto | None:
     for entry in copy.opset_import:
         if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
             entry.version, changed = limits.max_opset, True
-    return copy if changed or loaded.is_split else None
+    return copy if changed or loaded.path is not None else None  # a file may hold what loading has dropped

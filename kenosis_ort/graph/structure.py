@@ -223,7 +223,9 @@ def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
 
 
 def _drop_unsound(proto: onnx.ModelProto) -> None:
-    """Removes initializers of the main graph that are not sound and that nothing reads."""
+    """Removes initializers without a name, which the runtime skips, and unsound ones that no node reads."""
+    for graph in walk.all_graphs(proto.graph):
+        drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if not tensor.name])
     suspects = {tensor.name for tensor in proto.graph.initializer if unsound(tensor)}
     if not suspects:
         return

@@ -9,7 +9,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 
 from kenosis_ort import ArrayReader, KenosisWarning, Recipe, Stages, errors, quantize, quantize_static
 from tests import models, planning
-from tests.flow.support import changed, good, make, run
+from tests.flow.support import changed, good, make, run, sqnr_db
 from tests.models import FeedReader
 
 # ---- names ----------------------------------------------------------------------------------------------------
@@ -403,3 +403,18 @@ def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused):
     { c = Conv(x, w) r = Relu(c) s = Where(t, o, r) y = Conv(s, w) }"""
     error = refused(errors.ModelLoadError, "Incompatible dimensions", model=planning.parse(text, checked=False))
     assert "report" not in error.fix
+
+
+@pytest.mark.parametrize("node", ["Conv (x, w, )", "Clip (c, , top)"])
+@pytest.mark.parametrize("from_file", [False, True])
+def test_initializers_without_a_name_are_skipped_as_by_the_runtime(tmp_path, node, from_file):
+    """A node that leaves an input out names it the same."""
+    conv = "c = Conv (x, w) y = " if "Clip" in node else "y = "
+    model = planning.parse(f"(float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float top = {{9}}> {{ {conv}{node} }}")
+    feeds = models.feeds(model, 8)
+    want = run(model, feeds)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, 3, np.float32), ""))
+    onnx.save(model, tmp_path / "model.onnx")
+    source = tmp_path / "model.onnx" if from_file else model
+    quantize_static(source, tmp_path / "out.onnx", FeedReader(feeds), promise=False)
+    assert min(sqnr_db(a[0], b[0]) for a, b in zip(want, run(tmp_path / "out.onnx", feeds), strict=True)) > 25
