@@ -35,6 +35,8 @@ LINEAR = Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
 @pytest.mark.parametrize(("text", "expected"), [
     ("(float[2,8,10,12] x) => (y) <float[20,8,3,3] w> { y = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w) }",
      Work("conv-dense", 60 * 20 * 72, 60 * 32 * 72, 60 * 20, 60 * 3, 60 * 72, 20 * 72)),
+    ("(float[2,16,16,16] x) => (y) <float[16,8,1,1] w> { y = Conv <group = 2, strides = [2,2]> (x, w) }",
+     Work("conv-grouped-odd", 2**14, 2**15, 2**11, 128 * 2, 2 * 16 * (128 + 11 * 16), 128)),  # 11 rows, strided
     ("(float[3,40] x) => (y) <float[40,24] w> { y = MatMul (x, w) }", LINEAR),
     ("(float[3,40] x) => (y) <float[40,24] w> { y = Gemm (x, w) }", LINEAR),
     ("(float[3,40] x) => (y) <float[24,40] w> { y = Gemm <transB = 1> (x, w) }", LINEAR),
@@ -46,24 +48,28 @@ def test_products_and_free_sizes(text, expected):
     assert work(text) == expected
 
 
-@pytest.mark.parametrize(("arguments", "name"), [
-    ({"inputs": 64, "outputs": 64}, "conv-pointwise"), ({"inputs": 64, "outputs": 64, "stride": 2}, "conv-dense"),
-    ({"inputs": 64, "outputs": 64, "window": (3, 3)}, "conv-dense"),
-    ({"inputs": 64, "outputs": 64, "window": (5,)}, "conv-dense"),
-    ({"inputs": 3, "outputs": 64, "window": (3, 3)}, "conv-few-channels"),
-    ({"inputs": 1, "outputs": 64, "window": (10, 4)}, "conv-dense"),
-    ({"inputs": 96, "outputs": 96, "groups": 96, "window": (3, 3)}, "conv-depthwise"),
-    ({"inputs": 72, "outputs": 72, "groups": 72, "window": (3, 3)}, "conv-depthwise-odd"),
-    ({"inputs": 8, "outputs": 16, "groups": 8, "window": (3, 3)}, "conv-grouped-odd"),
-    ({"inputs": 64, "outputs": 64, "groups": 4}, "conv-grouped"),
-    ({"inputs": 64, "outputs": 32, "groups": 4}, "conv-grouped-odd"),
-    ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
+@pytest.mark.parametrize(("inputs", "outputs", "groups", "window", "stride", "name"), [
+    (64, 64, 1, (1, 1), 1, "conv-pointwise"), (64, 64, 1, (1, 1), 2, "conv-dense"),
+    (64, 64, 1, (3, 3), 1, "conv-dense"), (64, 64, 1, (5,), 1, "conv-dense"), (96, 96, 96, (3, 3), 1, "conv-depthwise"),
+    (3, 64, 1, (3, 3), 1, "conv-few-channels"), (1, 64, 1, (10, 4), 1, "conv-dense"),
+    (72, 72, 72, (3, 3), 1, "conv-depthwise-odd"), (8, 16, 8, (3, 3), 1, "conv-grouped-odd"),
+    (64, 64, 4, (1, 1), 1, "conv-grouped"), (64, 32, 4, (1, 1), 1, "conv-grouped-odd"),
+    (32, 64, 4, (1, 1), 1, "conv-grouped-odd"),
 ])  # fmt: skip
-def test_classes_of_convolutions(arguments, name):
-    assert (conv_work(pixels=49, **arguments).shape_class, name in get_target("ort-cpu").costs.profile.kernels) == (
-        name,
-        True,
-    )
+def test_classes_of_convolutions(inputs, outputs, groups, window, stride, name):
+    work = conv_work(pixels=49, inputs=inputs, outputs=outputs, groups=groups, window=window, stride=stride)
+    assert (work.shape_class, name in get_target("ort-cpu").costs.profile.kernels) == (name, True)
+
+
+@pytest.mark.parametrize(("channels", "groups", "size", "k", "stride", "ratio"), [
+    (240, 30, 7, 3, 2, 1.25), (64, 8, 14, 5, 2, 1.18), (32, 4, 7, 3, 2, 1.12), (128, 16, 7, 3, 1, 1.11),
+    (32, 4, 28, 3, 1, 0.65), (16, 2, 56, 5, 1, 0.59), (64, 8, 28, 1, 1, 0.41),
+])  # fmt: skip
+def test_grouped_convolutions_of_few_channels_cost_what_was_measured(channels, groups, size, k, stride, ratio):
+    """Float by integer as timed with AVX512-VNNI, each relative to dense Convs there."""
+    costs, wide = get_target("ort-cpu").costs, {"inputs": channels, "outputs": channels, "groups": groups}
+    work = conv_work(pixels=size**2, **wide, window=(k, k), stride=stride)
+    assert costs.float_us(work) / costs.integer_us(work) == pytest.approx(ratio, rel=0.25)
 
 
 @given(

@@ -6,7 +6,9 @@ is larger than one element, and stream the weights of a linear layer from memory
 
 Costs are those of one machine, in ``profiles/``: ``amx`` of a Xeon with matrix tiles (AMX), ``vnni`` of an EPYC
 with AVX512-VNNI alone, ``avx2`` of one with neither. `kenosis_ort.tuning.measure` takes further ones. Absolute times
-differ between processors; the ratios of float to integer are what decisions rest on.
+differ between processors; the ratios of float to integer are what decisions rest on. Those of grouped Convs in ``vnni``
+and of ``conv-grouped-odd`` in ``avx2`` were fitted to 440 shapes on an EPYC of another family, and scaled: to its dense
+Convs for the one, for the other to the grouped Convs that were measured with AVX2.
 
 ``python benchmarks/cost_model.py`` holds estimates against measured nets.
 
@@ -126,6 +128,7 @@ def _gains(decision: Decision, view: GraphView, costs: CostTable) -> bool:
 
 
 _TILE: Final = 16
+_STRIDED: Final = 2  # times as long an element takes that is gathered without its neighbour
 _MATRIX: Final = 2
 _ALIGNED: Final = 4  # bytes; a window whose rows are no multiple of it is packed byte by byte
 _NEAR: Final = 1 << 17
@@ -154,8 +157,7 @@ _PICTURE: Final = 4
 DIRECT: Final = "direct"
 PRODUCT: Final = "matrix product"
 """The kernels of an integer Conv, as reports call them."""
-_DEPTHWISE_TILE: Final = 16
-_CHANNELS_OF_FOUR: Final = 4
+_FOUR: Final = 4  # channels that the direct kernel multiplies at once
 _POOLS: Final = {"MaxPool": "max-pool", "AveragePool": "average-pool"}
 
 
@@ -206,9 +208,13 @@ def conv_work(
     products = pixels * groups * _filled(written) * read * taps
     rows = pixels * groups * math.prod(window[:-1])
     reads, weights = pixels * inputs * taps, outputs * read * taps
+    if groups > 1 and (written % _TILE or read % _TILE):
+        # Float kernels in blocks do not take it: a picture is packed into tiles row by row, between strides element by
+        # element. Integer ones gather the channels of a group place by place.
+        reads = (reads + _TILE * math.isqrt(pixels) * inputs * taps) * (_STRIDED if stride > 1 else 1)
+        return Work("conv-grouped-odd", macs, products, elements, pixels * groups * taps, reads, weights)
     if groups > 1:
-        name = "conv-grouped" if written % _TILE == 0 and read % _TILE == 0 else "conv-grouped-odd"
-        return Work(name, macs, products, elements, rows, reads, weights)
+        return Work("conv-grouped", macs, products, elements, rows, reads, weights)
     second = not has_direct_kernel(inputs, outputs)
     if taps == 1 and stride == 1:
         return Work("conv-pointwise", macs, products, elements, 0, reads, weights, second)
@@ -229,8 +235,8 @@ def has_direct_kernel(inputs: int, outputs: int, groups: int = 1) -> bool:
         groups: Groups of channels.
     """
     if groups > 1:
-        return inputs == outputs == groups and groups % _DEPTHWISE_TILE == 0
-    return outputs >= _TILE and inputs % _CHANNELS_OF_FOUR == 0 and outputs % _CHANNELS_OF_FOUR == 0
+        return inputs == outputs == groups and groups % _TILE == 0
+    return outputs >= _TILE and inputs % _FOUR == outputs % _FOUR == 0
 
 
 def linear_work(*, lines: int, rows: int, columns: int) -> Work:
