@@ -405,12 +405,11 @@ def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused):
     assert "report" not in error.fix
 
 
-@pytest.mark.parametrize("node", ["Conv (x, w, )", "Clip (c, , top)"])
 @pytest.mark.parametrize("from_file", [False, True])
-def test_initializers_without_a_name_are_skipped_as_by_the_runtime(tmp_path, node, from_file):
+def test_initializers_without_a_name_are_skipped_as_by_the_runtime(tmp_path, from_file):
     """A node that leaves an input out names it the same."""
-    conv = "c = Conv (x, w) y = " if "Clip" in node else "y = "
-    model = planning.parse(f"(float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float top = {{9}}> {{ {conv}{node} }}")
+    text = "(float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float top = {9}> { c = Conv (x, w) y = Clip (c, , top) }"
+    model = planning.parse(text)
     feeds = models.feeds(model, 8)
     want = run(model, feeds)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, 3, np.float32), ""))
