@@ -28,11 +28,13 @@ from kenosis_ort.calibration.collector import Points, Progress, collect
 from kenosis_ort.calibration.feeds import Known, Provenance, sample_feeds
 from kenosis_ort.calibration.synthetic.net_evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust_summary import RangeSource, TensorTrust, TrustLevel, TrustSummary
+from kenosis_ort.calibration.trust_summary import RangeSource, TensorTrust, TrustSummary
 from kenosis_ort.graph.constants import LAYERS, Is, having
 
 _log = logging.getLogger(__name__)
 
+TRUSTED, USABLE, DO_NOT_SHIP = _LEVELS = ("trusted", "usable", "do not ship")
+"""Whether a model calibrated that way may be shipped."""
 _GROUPS = 4
 _REAL_GROUPS = 8
 
@@ -44,71 +46,60 @@ _FEW, _MANY = 0.1, 0.35  # shares of unstable tensors
 _NAMED = 3
 _ENOUGH_REAL = 8
 
-Finding = tuple[TrustLevel, str, str]
+Finding = tuple[str, str, str]
 """What a model may be used for at most, the cause, and what the caller could supply."""
 
 
 def verdict_on(
-    spreads: Mapping[str, float],
-    known: Mapping[str, Known],
-    misfits: Mapping[str, float],
-    *,
-    silent: Mapping[str, str],
-    natural: bool,
-    real: int,
-    needed: int | None,
-) -> tuple[TrustLevel, tuple[str, ...], tuple[str, ...]]:
+    spreads: Mapping[str, float], provenance: Provenance, evidence: NetEvidence, *, real: int, needed: int | None
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The verdict, what caused it, and what the caller could supply.
 
     Args:
         spreads: Standard deviation of the ends of a range over groups of samples with other seeds, as a share of its
             width, by tensor name.
-        known: How well the scale of each input is known, by its name.
-        misfits: Of BatchNormalizations by the node's name.
-        silent: Outputs that answer nothing to the samples, by name, and how that shows.
-        natural: Whether the samples are made after what the inputs are in nature.
+        provenance: Where the samples come from.
+        evidence: What the model itself says about them.
         real: Number of real samples or groups.
         needed: After how many of them the ranges had settled.
     """
     found: list[Finding] = []
     if not real:
-        found += _of_made_up(known, misfits, silent, natural=natural)
+        found += _of_made_up(provenance, evidence)
     elif needed is None and real < _ENOUGH_REAL:
         cause = f"ranges changed up to the last of {real} real samples"
-        found.append((TrustLevel.USABLE, cause, "more real samples"))
+        found.append((USABLE, cause, "more real samples"))
     unstable = sorted((n for n, spread in spreads.items() if spread > _UNSTABLE), key=lambda n: -spreads[n])
     share = len(unstable) / max(len(spreads), 1)
     if share > _FEW:
-        level = TrustLevel.DO_NOT_SHIP if share > _MANY else TrustLevel.USABLE
+        level = DO_NOT_SHIP if share > _MANY else USABLE
         cause = f"the ranges of {len(unstable)} of {len(spreads)} tensors change with the seed: {_some(unstable)}"
         found.append((level, cause, "more samples (samples=256), or ten real ones"))
-    worst = max((level for level, _, _ in found), key=list(TrustLevel).index, default=TrustLevel.TRUSTED)
+    worst = max((level for level, _, _ in found), key=_LEVELS.index, default=TRUSTED)
     return worst, tuple(cause for _, cause, _ in found), tuple(dict.fromkeys(remedy for _, _, remedy in found))
 
 
-def _of_made_up(
-    known: Mapping[str, Known], misfits: Mapping[str, float], silent: Mapping[str, str], *, natural: bool
-) -> Iterator[Finding]:
+def _of_made_up(provenance: Provenance, evidence: NetEvidence) -> Iterator[Finding]:
     """Yields what is wrong with samples none of which is real."""
-    scale = "or mean= and std= of the preprocessing"
-    for name, how in known.items():
+    scale, misfits = "or mean= and std= of the preprocessing", evidence.misfits
+    for name, how in provenance.known.items():
         given = f"input_ranges={{'{name}': (low, high)}}, {scale}"
         if how is Known.GUESS:
-            yield TrustLevel.DO_NOT_SHIP, f"the scale of input '{name}' is a guess", f"{given}, or ten real samples"
+            yield DO_NOT_SHIP, f"the scale of input '{name}' is a guess", f"{given}, or ten real samples"
         elif how is Known.CONVENTION:
-            yield TrustLevel.USABLE, f"the scale of input '{name}' follows from convention only", given
+            yield USABLE, f"the scale of input '{name}' follows from convention only", given
     middle = float(np.median(list(misfits.values()))) if misfits else math.inf
-    if not natural and middle > _NATURAL_MISFIT:
+    if not provenance.natural and middle > _NATURAL_MISFIT:
         cause = "tokens, sound, states or features were made up, and no BatchNormalization says that they are natural"
-        yield TrustLevel.USABLE, cause, "ten real samples"
+        yield USABLE, cause, "ten real samples"
     if misfits and middle > _NATURAL_MISFIT:
         odd = _some(sorted(misfits, key=lambda name: -misfits[name]))
-        level = TrustLevel.DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else TrustLevel.USABLE
+        level = DO_NOT_SHIP if middle > _WORTHLESS_MISFIT else USABLE
         cause = f"the samples do not look natural to the BatchNormalizations (misfit {middle:.2f}), {odd} first"
         yield level, cause, f"input_ranges= {scale}, or ten real samples"
-    for name, how_silent in silent.items():
+    for name, how_silent in evidence.silent.items():
         cause = f"output '{name}' {how_silent}: what the net is made for is not in the made-up samples"
-        yield TrustLevel.DO_NOT_SHIP, cause, "ten real samples"
+        yield DO_NOT_SHIP, cause, "ten real samples"
 
 
 def _some(names: list[str]) -> str:
@@ -174,12 +165,10 @@ def assess(
         ranges[name], spreads[name] = limited, spread
         why = "its range changes with the seed" if spread > _UNSTABLE else ""
         trusts.append(TensorTrust(name, source.value, 1.0 - min(spread, 1.0), why))
-    how: dict[str, Any] = {"silent": evidence.silent, "natural": provenance.natural, "real": len(real)}
-    level, causes, supply = verdict_on(
-        spreads, provenance.known, evidence.misfits, needed=real_samples_needed(real), **how
-    )
+    needed = real_samples_needed(real)
+    level, causes, supply = verdict_on(spreads, provenance, evidence, real=len(real), needed=needed)
     trust = TrustSummary(
-        verdict=level.value,
+        verdict=level,
         reason="; ".join(causes) or "every range is bounded by the net or the same for every seed",
         source="mixed" if real else "synthetic",
         advice="; ".join(supply),

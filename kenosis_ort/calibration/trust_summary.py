@@ -4,14 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class TrustLevel(str, Enum):
-    """Whether a model calibrated that way may be shipped."""
-
-    TRUSTED = "trusted"
-    USABLE = "usable"
-    DO_NOT_SHIP = "do not ship"
-
-
 class RangeSource(str, Enum):
     """Source of a tensor's range."""
 

@@ -138,9 +138,8 @@ def _recipe_path(arguments: argparse.Namespace) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    roles, begins = {"recipe": "the recipe to save", "report": "the report"}, {"recipe": "[", "report": "<"}
-    texts = {name: path for name, path in paths.items() if path is not None}
-    written = [(roles[name], path) for name, path in texts.items()]
+    roles = {"recipe": "the recipe to save", "report": "the report"}
+    written = [(roles[name], path) for name, path in paths.items() if path is not None]
     check_files(
         arguments.model,
         output,
@@ -152,8 +151,8 @@ def _check_files(
     )
     for path in (output, *(path for _, path in written)):
         check_destination(path)
-    for name, path in texts.items():
-        check_kind(path, begins[name], roles[name])
+    for role, path in written:
+        check_kind(path, "<" if role == roles["report"] else "[", role)
 
 
 def _show(report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None]) -> None:

@@ -51,18 +51,13 @@ class Scratch:
         try:
             made = tempfile.mkdtemp(prefix=f"{'' if beside is None else '.'}kenosis-{kind}-", dir=beside)
         except OSError as error:
-            reason = error.strerror or str(error)
-            if beside is not None:
-                raise OutputError(
-                    f"The output folder is not writable: {reason}.",
-                    where=str(beside),
-                    fix="Choose another output folder or change its permissions.",
-                ) from error
-            raise OutputError(
-                f"No temporary folder can be made: {reason}.",
-                where=os.environ.get("TMPDIR") or "the system's folder for temporary files",
-                fix="Free disk space, or let the environment variable TMPDIR name a folder that can be written.",
-            ) from error
+            what, where = "The output folder is not writable", str(beside)
+            fix = "Choose another output folder or change its permissions."
+            if beside is None:
+                what = "No temporary folder can be made"
+                where = os.environ.get("TMPDIR") or "the system's folder for temporary files"
+                fix = "Free disk space, or let the environment variable TMPDIR name a folder that can be written."
+            raise OutputError(f"{what}: {error.strerror or error}.", where=where, fix=fix) from error
         self.path = Path(made)
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
@@ -274,8 +269,6 @@ def write_text(path: str | os.PathLike[str], text: str, what: str) -> None:
     """
     final = real(path)
     try:
-        if final.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not final.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder does not exist")
         check_kind(final, text, what)

@@ -11,6 +11,7 @@ from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quant
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
 from kenosis_ort.calibration.synthetic import net_evidence
+from kenosis_ort.calibration.synthetic.net_evidence import NetEvidence
 from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
 from tests.calibration.synthetic.test_draws import edges
@@ -20,32 +21,32 @@ SHAKY = {**STEADY, "b": 0.6}
 
 
 def verdict(**changes):
-    known = {"spreads": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
-    known.update(natural=True, real=0, needed=None)
-    return trust.verdict_on(**{**known, **changes})
+    said = {"spreads": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}, "natural": True, **changes}
+    provenance, evidence = Provenance(said["known"], said["natural"]), NetEvidence(said["misfits"], {}, said["silent"])
+    return trust.verdict_on(said["spreads"], provenance, evidence, real=said.get("real", 0), needed=said.get("needed"))
 
 
 @pytest.mark.parametrize(("changes", "expected", "cause", "supply"), [
-    ({}, trust.TrustLevel.TRUSTED, "", ""),
-    ({"known": {"x": Known.CONVENTION}}, trust.TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
-    ({"known": {"x": Known.GUESS}}, trust.TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
-    ({"natural": False}, trust.TrustLevel.USABLE, "made up", "ten real samples"),
-    ({"natural": False, "misfits": {"bn": 0.1}}, trust.TrustLevel.TRUSTED, "", ""),
-    ({"misfits": {"bn": 0.6}}, trust.TrustLevel.USABLE, "'bn'", "mean="),
-    ({"misfits": {"bn": 3.0}}, trust.TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
-    ({"silent": {"y": "is zero"}}, trust.TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
-    ({"silent": {"y": "is zero"}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
-    ({"spreads": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
-    ({"known": {"x": Known.GUESS}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
-    ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
-    ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
+    ({}, trust.TRUSTED, "", ""),
+    ({"known": {"x": Known.CONVENTION}}, trust.USABLE, "'x'", "input_ranges={'x'"),
+    ({"known": {"x": Known.GUESS}}, trust.DO_NOT_SHIP, "guess", "ten real samples"),
+    ({"natural": False}, trust.USABLE, "made up", "ten real samples"),
+    ({"natural": False, "misfits": {"bn": 0.1}}, trust.TRUSTED, "", ""),
+    ({"misfits": {"bn": 0.6}}, trust.USABLE, "'bn'", "mean="),
+    ({"misfits": {"bn": 3.0}}, trust.DO_NOT_SHIP, "misfit 3.00", "mean="),
+    ({"silent": {"y": "is zero"}}, trust.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
+    ({"silent": {"y": "is zero"}, "real": 9}, trust.TRUSTED, "", ""),
+    ({"spreads": SHAKY}, trust.DO_NOT_SHIP, "'b'", "more samples"),
+    ({"known": {"x": Known.GUESS}, "real": 9}, trust.TRUSTED, "", ""),
+    ({"real": 3}, trust.USABLE, "last of 3 real", "more real samples"),
+    ({"real": 3, "needed": 1}, trust.TRUSTED, "", ""),
 ])  # fmt: skip
 def test_rules(changes, expected, cause, supply):
     found, causes, supplies = verdict(**changes)
-    assert found is expected
+    assert found == expected
     assert cause in " ".join(causes)
     assert supply in " ".join(supplies)
-    assert bool(causes) == bool(supplies) == (expected is not trust.TrustLevel.TRUSTED)
+    assert bool(causes) == bool(supplies) == (expected != trust.TRUSTED)
 
 
 NET = planning.parse("""(float[n,16] x) => (y) <float[16,32] w, float[32,4] v> {
