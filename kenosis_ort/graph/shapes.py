@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 
@@ -100,6 +101,17 @@ def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
         for tensor in graph.initializer:
             types.setdefault(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
     return types
+
+
+def shaped_by(model: onnx.ModelProto, feed: Mapping[str, Any]) -> onnx.ModelProto:
+    """A copy without large weights, with the shapes that ONNX infers where inputs have those of a feed's arrays."""
+    skeleton = _skeleton(model)
+    del skeleton.graph.value_info[:]
+    for value in skeleton.graph.input:
+        if isinstance(given := feed.get(value.name), np.ndarray):
+            for dim, size in zip(value.type.tensor_type.shape.dim, given.shape, strict=False):
+                dim.dim_value = size
+    return _infer_onnx(skeleton) or skeleton
 
 
 def types_of(

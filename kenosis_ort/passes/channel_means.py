@@ -25,6 +25,7 @@ from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.shapes import shaped_by
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes.layers import Float64
 from kenosis_ort.runtime.session import open_session
@@ -109,7 +110,10 @@ def feeds_within(budget: int, model: onnx.ModelProto, feed: Feed, values: Sequen
         feed: One of them.
         values: The outputs of layers.
     """
-    largest = max(estimate_bytes(model, feed, values).values(), default=0)
+    sizes = estimate_bytes(model, feed, values)
+    if len(sizes) < len({*values}):  # as behind a Reshape to a computed size, which hides the batch
+        sizes = estimate_bytes(shaped_by(model, feed), feed, values)
+    largest = max(sizes.values(), default=0)
     return budget / (_ALIVE * largest) if largest else math.inf
 
 

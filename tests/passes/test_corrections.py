@@ -171,6 +171,13 @@ def test_fewer_feeds_are_chosen_where_memory_is_short(side, chosen):
     assert len(chosen_feeds(model, [feed] * 20, ["y"])) == chosen
 
 
+def test_memory_is_reckoned_behind_a_reshape_that_hides_the_batch():
+    text = """(float[n,1048576] x) => (float[m,8,1024,1024] y) <float[8,1,3,3] w, int64[4] shape = {-1, 1, 1024, 1024}>
+        { image = Reshape (x, shape)  y = Conv <pads = [1,1,1,1]> (image, w) }"""
+    feed = {"x": np.broadcast_to(np.float32(0), (1, 1048576))}
+    assert len(chosen_feeds(planning.prepared(planning.parse(text)), [feed] * 20, ["y"])) == 2
+
+
 # ---- weights rounded on their grid ----------------------------------------------------------------------------------
 
 
