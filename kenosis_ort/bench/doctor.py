@@ -92,11 +92,7 @@ def kernel_speeds(
         return SimpleNamespace(run=lambda names, _: session.run(names, feeds[name]))
 
     timings = time_interleaved(
-        list(sources),
-        opened,
-        [{}],
-        Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S),
-        progress=progress,
+        list(sources), opened, [{}], Schedule(_ROUNDS, begin + budget_s, warmup=2, block_s=_BLOCK_S), progress=progress
     )
     # Speeds beside float32, and the kernel that the runtime takes.
     found = []
