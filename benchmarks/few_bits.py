@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import cifar10_data
 
-from kenosis_ort.demo.measurements import load_digits
+from kenosis_ort.demo import load_digits
 
 DOMAIN = "qonnx.custom_op.general"
 CNV = (16, 16, "pool", 32, 32, "pool", 64, "pool")

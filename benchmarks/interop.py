@@ -27,7 +27,7 @@ from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from kenosis_ort import ArrayReader, bench, convert, quantize_static, verify_fusion
-from kenosis_ort.demo.measurements import load_digits, model_path
+from kenosis_ort.demo import load_digits, model_path
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.shapes import value_types

@@ -38,7 +38,7 @@ from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config,
 from onnxruntime.tools.onnx_model_utils import fix_output_shapes, make_input_shape_fixed
 
 import kenosis_ort
-from kenosis_ort.demo.measurements import INPUT_NAME, load_digits, model_path
+from kenosis_ort.demo import INPUT_NAME, load_digits, model_path
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.targets.proof import Status
 from kenosis_ort.targets.qnn.htp_proof import chip, missing

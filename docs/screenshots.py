@@ -122,8 +122,7 @@ def _telling_node(report: QuantizationReport) -> str:
 def _digits() -> QuantizationReport:
     """Returns the report of the shipped digits net with everything measured."""
     from kenosis_ort import ArrayReader, quantize_static
-    from kenosis_ort.demo import load_digits, model_path
-    from kenosis_ort.demo.measurements import INPUT_NAME
+    from kenosis_ort.demo import INPUT_NAME, load_digits, model_path
 
     with tempfile.TemporaryDirectory() as folder, model_path() as model:
         out = Path(folder) / "digits_kenosis.onnx"

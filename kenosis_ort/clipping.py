@@ -22,8 +22,8 @@ from kenosis_ort.errors import CalibrationError, UnsupportedModelError, last_gat
 from kenosis_ort.graph import product_pairs
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.shapes import windows
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
-from kenosis_ort.graph.windows import windows
 from kenosis_ort.runtime.session import Array, Model, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import ClippingLoss

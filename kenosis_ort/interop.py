@@ -35,7 +35,7 @@ from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import fit_ir_version, name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from kenosis_ort.runtime.session import open_session, repeats
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DEFAULT_TARGET, get_target

@@ -10,8 +10,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import Phase, settings
 
-from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.machine import machine, on
+from kenosis_ort.runtime.machine import machine, on, runtime_limits
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests.one_core import open_session
 from tests.pace import Pace

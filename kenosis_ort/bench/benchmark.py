@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort import errors
-from kenosis_ort.bench import harness, timed_models
+from kenosis_ort.bench import harness
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole
@@ -192,7 +192,7 @@ _REASON_LIMIT = 600
 
 @errors.last_gate
 def bench(
-    models: timed_models.Models,
+    models: harness.Models,
     feeds: Iterable[Mapping[str, Any]] | None = None,
     *,
     threads: int = 1,
@@ -238,7 +238,7 @@ def bench(
     whole("rounds", rounds, least=1)
     whole("warmup", warmup)
     real("budget_s", budget_s, above=0)
-    named = timed_models.named_models(models)
+    named = harness.named_models(models)
     base = _find_baseline([*named], baseline)
     with Scratch("bench") as scratch:
         field_ = _Field(named, base, threads, tuple(map(str, custom_op_libraries)), scratch)
@@ -261,7 +261,7 @@ def bench(
             field_.notes.append(f"fewer than {harness.LEAST_ROUNDS} rounds are too few for a verdict")
         return BenchReport(
             models=tuple(
-                _timing(name, timings, base, timed_models.size_of(opened)) for name, opened in field_.opened.items()
+                _timing(name, timings, base, harness.size_of(opened)) for name, opened in field_.opened.items()
             ),
             baseline=base,
             left_out=tuple(field_.left_out),
@@ -298,7 +298,7 @@ class _Field:
 
     def __init__(
         self,
-        named: Mapping[str, timed_models.Model],
+        named: Mapping[str, harness.Model],
         baseline: str,
         threads: int,
         libraries: tuple[str, ...],
@@ -308,17 +308,17 @@ class _Field:
         self.opened: dict[str, str | bytes] = {}
         self.left_out: list[LeftOut] = []
         self.notes: list[str] = []
-        self._inputs: dict[str, timed_models.Inputs] = {}
+        self._inputs: dict[str, harness.Inputs] = {}
         for name in sorted(named, key=lambda name: name != baseline):
             self._admit(name, scratch / f"model{len(self.opened)}")
         self.opened = {name: self.opened[name] for name in named if name in self.opened}
-        timed_models.check_same(self._inputs)
+        harness.check_same(self._inputs)
 
     def _admit(self, name: str, folder: Path) -> None:
         """Loads a model once and reads its inputs; leaves it out if it does not load."""
         try:
-            self.opened[name] = timed_models.opened(self._named[name], folder, name)
-            self._inputs[name] = timed_models.declared_inputs(self.session(name))
+            self.opened[name] = harness.opened(self._named[name], folder, name)
+            self._inputs[name] = harness.declared_inputs(self.session(name))
         except errors.KenosisError as error:
             self.leave_out(name, error.what)
 
@@ -355,7 +355,7 @@ class _Field:
         feeds = list(itertools.islice(sample_feeds(reader), rounds))
         if not feeds:
             raise errors.CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
-        found = [timed_models.checked(feeds, name, taken) for name, taken in self._inputs.items()]
+        found = [harness.checked(feeds, name, taken) for name, taken in self._inputs.items()]
         return found[0]
 
 

@@ -20,8 +20,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.bench.harness import Schedule, time_interleaved
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
-from kenosis_ort.runtime.machine import has_dot_products, sums_of_products
+from kenosis_ort.runtime.machine import RuntimeLimits, has_dot_products, runtime_limits, sums_of_products
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.verify import verify_fusion

@@ -17,7 +17,7 @@ from kenosis_ort.graph import outside
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime import session as sessions
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from kenosis_ort.runtime.session import Closing, Session
 from kenosis_ort.storage.writing import Scratch
 

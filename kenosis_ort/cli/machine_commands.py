@@ -14,7 +14,7 @@ from kenosis_ort.bench.doctor import Examination, examine
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
-from kenosis_ort.demo import measurements
+from kenosis_ort.demo import demonstrate, render
 from kenosis_ort.graph.files import check_destination
 from kenosis_ort.report.text import Form, make_facts, table
 from kenosis_ort.runtime.machine import machine
@@ -194,8 +194,6 @@ def _render_profile(measured: HostProfile) -> RenderableType:
 def demo(arguments: argparse.Namespace, screen: Screen) -> bool:
     """The command ``demo``."""
     with screen.progress("timing") as progress:
-        found = measurements.demonstrate(
-            arguments.out, batch=arguments.batch, rounds=arguments.rounds, progress=progress
-        )
-    screen.result(found.to_dict, lambda: measurements.render(found))
+        found = demonstrate(arguments.out, batch=arguments.batch, rounds=arguments.rounds, progress=progress)
+    screen.result(found.to_dict, lambda: render(found))
     return bool(found.report.left_float())

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import commands, flags, inquiries
+from kenosis_ort.cli import commands, flags
 from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, epilog
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisError, KenosisWarning, ModelLoadError, did_you_mean, last_gate
@@ -32,22 +32,22 @@ COMMANDS: Final = {
     command.name: command()
     for command in (
         commands.Quantize,
-        inquiries.Verify,
-        inquiries.Explain,
-        inquiries.Compare,
-        inquiries.CompareTargets,
-        inquiries.Targets,
-        inquiries.Bench,
-        inquiries.Inspect,
+        commands.Verify,
+        commands.Explain,
+        commands.Compare,
+        commands.CompareTargets,
+        commands.Targets,
+        commands.Bench,
+        commands.Inspect,
         commands.Convert,
         commands.Calibrate,
         commands.Merge,
         commands.Fuse,
         commands.QuantizeWeights,
         commands.SweepModels,
-        inquiries.Doctor,
-        inquiries.Profile,
-        inquiries.Demo,
+        commands.Doctor,
+        commands.Profile,
+        commands.Demo,
     )
 }
 _MODELS = ("model", "float_model", "quantized_model")

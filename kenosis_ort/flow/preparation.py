@@ -21,7 +21,7 @@ from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite.norms import norm_around
 from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
 from kenosis_ort.rewrite.rule import Editor
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
 _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"

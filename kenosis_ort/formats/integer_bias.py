@@ -340,7 +340,7 @@ class IntegerLayer:
 
         Args:
             reach: Largest sum of products by channel.
-            largest_pair: What the sum of two products may be, see `kenosis_ort.targets.vocabulary.DataTypes`.
+            largest_pair: What the sum of two products may be, see `kenosis_ort.targets.model.DataTypes`.
         """
         largest = int(np.abs(self.centred).max(initial=0))
         if not largest or self.zero.any() or self.integers.dtype != np.int8:

@@ -25,7 +25,7 @@ from kenosis_ort.graph import walk
 from kenosis_ort.graph.constants import replace_entries, replace_nodes
 from kenosis_ort.graph.outside import array_in, copy_model, copy_with_hollow_weights
 from kenosis_ort.graph.walk import drop_initializers
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from kenosis_ort.graph.files import store_model, uses_external_data
 from kenosis_ort.graph.qdq import Tagged, tag
 from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, fit_ir_version, name_nodes, opset_of
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, real, regular
 

@@ -11,6 +11,8 @@ They come from three sources in turn:
 
 Each source only fills what the ones before left open. A source that fails is logged and passed over: shapes
 help quantization, they are not a condition of it. Nothing is written to disk.
+
+Windows of a convolution are what its kernel is multiplied with at each place of its output.
 """
 
 import importlib.util
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime
 
@@ -276,3 +279,44 @@ def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> l
     declared = {value.name for value in model.graph.output} | {""}
     made = (name for node in model.graph.node for name in node.output if name not in declared)
     return [name for name in made if not has_rank(known.get(name))]
+
+
+Array = npt.NDArray[Any]
+
+
+def windows(
+    data: Array,
+    kernel: Sequence[int],
+    *,
+    strides: Sequence[int] = (),
+    dilations: Sequence[int] = (),
+    pads: Sequence[int] = (),
+    auto_pad: str = "",
+    filling: int = 0,
+) -> Array:
+    """A view of shape (batch, channels, *places, *taps) of padded data of shape (batch, channels, *sizes).
+
+    Args:
+        data: Input of the convolution.
+        kernel: Sizes of its window, one an axis.
+        strides: Its attribute of this name, empty for 1 along each axis; the others likewise.
+        dilations: Steps between taps.
+        pads: Elements added before each axis, then those behind each; empty for none.
+        auto_pad: Takes the place of `pads` where it is ``SAME_UPPER`` or ``SAME_LOWER``.
+        filling: What padding holds.
+
+    Source: the ONNX operator specification, Conv.
+    """
+    rank = len(kernel)
+    steps, apart, ends = strides or [1] * rank, dilations or [1] * rank, pads or [0] * (2 * rank)
+    reach = [(taps - 1) * step + 1 for taps, step in zip(kernel, apart, strict=True)]
+    around = list(zip(ends[:rank], ends[rank:], strict=True))
+    if auto_pad.startswith("SAME"):
+        sizes = zip(data.shape[2:], steps, reach, strict=True)
+        total = [max((-(-size // step) - 1) * step + wide - size, 0) for size, step, wide in sizes]
+        upper = [(each // 2, each - each // 2) for each in total]
+        around = upper if auto_pad == "SAME_UPPER" else [(more, less) for less, more in upper]
+    padded = np.pad(data, [(0, 0), (0, 0), *around], constant_values=filling)
+    view = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
+    every = tuple(slice(None, None, step) for step in (1, 1, *steps, *apart))
+    return np.asarray(view[every])

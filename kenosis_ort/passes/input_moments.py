@@ -25,7 +25,7 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.windows import windows
+from kenosis_ort.graph.shapes import windows
 from kenosis_ort.passes.layers import Float64, Layer
 
 Array = npt.NDArray[Any]

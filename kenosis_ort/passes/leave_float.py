@@ -4,7 +4,7 @@ Greedy: tensors are ranked by what quantizing them alone costs at the outputs; o
 bad tensor float, the one with the most error removed for its price is taken, again and again. That orders the nodes.
 How many of them are needed is found by bisection over real builds, scored on feeds that the ranking has not seen.
 
-Tensors are ranked as `passes.tensor_sensitivity` measures them.
+Tensors are ranked as `passes.gates` measures them.
 
 One Conv left float alone still reads its quantized input and hands on a quantized output: only its weights gain. A bad
 activation becomes float only where the node behind which it is quantized and all that read it are left float
@@ -26,9 +26,8 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, noted
-from kenosis_ort.passes.gates import GatedModel, GateKind
+from kenosis_ort.passes.gates import GatedModel, GateKind, TensorSensitivity, errors_of, tensor_sensitivity
 from kenosis_ort.passes.recipe import setting
-from kenosis_ort.passes.tensor_sensitivity import TensorSensitivity, errors_of, tensor_sensitivity
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
 

@@ -19,7 +19,7 @@ from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import fit_ir_version
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, refuse_if, rule
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 
 _MASKED = np.float32(-1e30)
 _LEAST = np.finfo(np.float32).min

@@ -19,7 +19,7 @@ from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import fit_ir_version, name_nodes
 from kenosis_ort.rewrite.rule import Editor, Rule
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kenosis_ort.bench import timed_models
+from kenosis_ort.bench import harness
 from kenosis_ort.bench.harness import MARGIN, Clock, SpeedComparison, Verdict, compare, interval_rank
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.errors import KenosisError, VerificationError
@@ -127,8 +127,8 @@ class RaceSetup:
 
 
 def race(
-    reference: timed_models.Model,
-    model: timed_models.Model,
+    reference: harness.Model,
+    model: harness.Model,
     setup: RaceSetup,
     *,
     budget_s: float,
@@ -201,10 +201,10 @@ class _Rounds:
         self._turns, self._together = 1, True
         self._taken: dict[str, list[float]] = {_REFERENCE: [], _MODEL: []}  # seconds of a run, by round
 
-    def admit(self, name: str, model: timed_models.Model, folder: Path) -> None:
+    def admit(self, name: str, model: harness.Model, folder: Path) -> None:
         """Adds a model in the form that the runtime opens; of large ones only one session is open at a time."""
         try:
-            source = timed_models.opened(model, folder / name, name)
+            source = harness.opened(model, folder / name, name)
             self._openers[name] = self._setup.opener(source)
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
             raise _FailedError(name, error) from error

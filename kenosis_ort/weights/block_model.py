@@ -32,8 +32,8 @@ from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.weights import blocks
-from kenosis_ort.weights.block_grids import BlockGrid, Float64, UInt8, block_of, nearest
 from kenosis_ort.weights.block_rounding import relative_error, round_in_blocks, weigh_channels
+from kenosis_ort.weights.blocks import BlockGrid, Float64, UInt8, block_of, nearest
 
 Feed = Mapping[str, Any]
 _log = logging.getLogger(__name__)

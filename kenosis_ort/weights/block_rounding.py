@@ -36,7 +36,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.input_moments import Grid, descend, pass_on
 from kenosis_ort.passes.layers import weights_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
-from kenosis_ort.weights.block_grids import BlockGrid, Float64, as_stored, find_grid, some_columns
+from kenosis_ort.weights.blocks import BlockGrid, Float64, as_stored, find_grid, some_columns
 
 _ALPHAS: Final = (0.15, 0.3)
 _SPREAD: Final = 4.0

@@ -17,7 +17,7 @@ from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speed
 from kenosis_ort.bench.kernel_times import profile_ops
 from kenosis_ort.flow.finish import with_measurements
 from kenosis_ort.report.gathering import gather_evidence
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.machine import RuntimeLimits, runtime_limits
 from tests.flow.support import make
 from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if, residual_block
 from tests.planning import parse

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from kenosis_ort.cli.main import main
-from kenosis_ort.demo import load_digits, measurements, model_path
+from kenosis_ort.demo import demonstrate, load_digits, model_path
 from tests import models
 
 ROUNDS, BATCH = 1, 2  # of the demonstration
@@ -107,4 +107,4 @@ def kept_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def demonstration(kept_models):
-    return measurements.demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)
+    return demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)

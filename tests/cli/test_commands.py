@@ -11,10 +11,9 @@ import onnx
 import pytest
 from rich.console import Console
 
-from kenosis_ort import CalibrationTable
+from kenosis_ort import CalibrationTable, demo
 from kenosis_ort.cli import screen, sweep_command
 from kenosis_ort.cli.main import COMMANDS
-from kenosis_ort.demo import measurements as measured
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
 from tests import models
@@ -162,13 +161,13 @@ def test_the_doctor_tells_facts_and_types(shell):
 def test_the_demonstration(demonstration, kept_models):
     """It prints and tells accuracy, speed and proof, and keeps the models."""
     shown = ("float32", "stock, default", "stock, best", "kenosis-ort", "accuracy", "speed")
-    printed = Printed(to_text(measured.render(demonstration)), "")
+    printed = Printed(to_text(demo.render(demonstration)), "")
     assert not printed.lacks(*shown, "7 of 7 Conv/Gemm/MatMul run on integer kernels")
     assert (kept_models / "digits_kenosis.onnx").is_file()
     found = demonstration.to_dict()
-    assert list(found["models"]) == [measured.FLOAT, measured.STOCK_DEFAULT, measured.STOCK_BEST, measured.OURS]
-    assert found["models"][measured.FLOAT]["proof"] is None
-    ours = found["models"][measured.OURS]
+    assert list(found["models"]) == [demo.FLOAT, demo.STOCK_DEFAULT, demo.STOCK_BEST, demo.OURS]
+    assert found["models"][demo.FLOAT]["proof"] is None
+    ours = found["models"][demo.OURS]
     assert ours["accuracy"] > 0.97
     assert (ours["proof"][:6], found["batch"], found["rounds"]) == ("7 of 7", BATCH, ROUNDS)
 
@@ -192,7 +191,7 @@ CALLS = {
 def folder(shell, demonstration, monkeypatch):
     """What the calls need; the demonstration and the model of the sweep are not made again."""
     monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda target, **_: target.profiles[0])
-    monkeypatch.setattr("kenosis_ort.demo.measurements.demonstrate", lambda *_, **__: demonstration)
+    monkeypatch.setattr("kenosis_ort.cli.machine_commands.demonstrate", lambda *_, **__: demonstration)
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), "linear.onnx")
     Path("models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")
     row = sweep_command.Row("digits", "20 of 20", False, "out.onnx", 1.0, 30.0, 2.0, 100, 30)

@@ -37,7 +37,7 @@ from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.options import KEYWORDS, Keywords
 from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from tests import models, wrong
 from tests.flow.support import Untouched, changed, chosen, make, quality, quantized
 

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort import Stages, SyntheticReader, compare, errors, quantize_static, quantize_weights, verify_fusion
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from tests import models, planning
 from tests.flow.support import good, interface, make, proof, quality, quantized, sqnr_db, typed
 from tests.models import FeedReader

@@ -14,7 +14,7 @@ from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.opset_adapters import ADAPTERS
 from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run
 from tests.models import normal

@@ -12,7 +12,7 @@ from kenosis_ort.graph.load import check_not_quantized, load_model, parse_model
 from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.structure import unsound
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from tests import models
 from tests.graph.build import net, run
 

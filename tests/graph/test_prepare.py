@@ -13,7 +13,7 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.prepare import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.machine import RuntimeLimits, runtime_limits
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run
 

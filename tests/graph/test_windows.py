@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from hypothesis import given, settings, strategies as st
 
-from kenosis_ort.graph.windows import windows
+from kenosis_ort.graph.shapes import windows
 from tests.models import session
 
 _SIZES = st.integers(1, 3)

@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 
 from kenosis_ort import UnsupportedModelError, VerificationError, verify_fusion
 from kenosis_ort.accuracy.metric import check_metric
-from kenosis_ort.passes import leave_float, tensor_sensitivity
-from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
+from kenosis_ort.passes import leave_float
+from kenosis_ort.passes.gates import Gate, GatedModel, GateKind, errors_of, tensor_sensitivity
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets.proof import Status
@@ -59,7 +59,7 @@ def gated(made):
 
 
 def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, gated):
-    errors, on = tensor_sensitivity.errors_of(gated, made.feeds[:2], noise), everything(gated)
+    errors, on = errors_of(gated, made.feeds[:2], noise), everything(gated)
     asked = []
 
     def counted(sets):
@@ -67,8 +67,7 @@ def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, ga
         return errors(sets)
 
     found, halved = (
-        asked.append(0) or tensor_sensitivity.tensor_sensitivity(gated.gates, counted, on=on, cutoff=cutoff)
-        for cutoff in (0.0, 0.1)
+        asked.append(0) or tensor_sensitivity(gated.gates, counted, on=on, cutoff=cutoff) for cutoff in (0.0, 0.1)
     )
     assert (found[0].value, found[0].kind) == (spiky_chain()[1], GateKind.ACTIVATION)
     assert [t.error for t in found] == sorted((t.error for t in found), reverse=True)
@@ -93,7 +92,7 @@ def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_togeth
 
     floor, on = cutoff * sum(costs), frozenset(range(len(costs)))
     gates = [Gate(i, GateKind.ACTIVATION, f"v{i}", (), f"g{i}") for i in range(len(costs))]
-    units = tensor_sensitivity.tensor_sensitivity(gates, errors, on=on, cutoff=cutoff)
+    units = tensor_sensitivity(gates, errors, on=on, cutoff=cutoff)
     assert sorted(i for unit in units for i in unit.gates) == list(range(len(costs)))
     assert [unit.error for unit in units] == sorted((unit.error for unit in units), reverse=True)
     asked = set().union(*rounds)

@@ -17,7 +17,7 @@ from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.layers import LinkNoise, find_links
 from kenosis_ort.passes.scale_rows import _MASSIVE, RowScales, row_noise, with_row_scales
 from kenosis_ort.passes.smooth import smooth, values_for_smoothing
-from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import runtime_limits
 from tests import models, planning
 from tests.flow.support import changed, run
 from tests.graph.build import ops

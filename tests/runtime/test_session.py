@@ -17,10 +17,10 @@ import kenosis_ort
 from kenosis_ort.errors import RuntimeEndedError, VerificationError
 from kenosis_ort.graph.files import uses_external_data
 from kenosis_ort.graph.outside import weight_bytes, write_external_data
-from kenosis_ort.runtime import limits, session
+from kenosis_ort.runtime import session
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.runtime.counting import Cost, at_stage, counted
-from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from kenosis_ort.runtime.machine import RuntimeLimits, runtime_limits
 from kenosis_ort.runtime.session import open_session
 from tests.planning import parse
 
@@ -146,7 +146,7 @@ def test_no_other_module_opens_sessions():
     folder, opens = Path(kenosis_ort.__file__).parent, re.compile(r"\bInferenceSession\(")
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if opens.search(p.read_text("utf-8"))}
     # the limits of the runtime are probed before all else; another process imports nothing of this package
-    assert found <= {"runtime/session.py", "runtime/limits.py", "targets/other_process.py"}
+    assert found <= {"runtime/session.py", "runtime/machine.py", "targets/other_process.py"}
 
 
 # ---- what the installed runtime takes --------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_what_a_damaged_file_or_that_of_another_runtime_says_is_not_believed(fre
 
 
 def test_without_a_place_to_keep_them_limits_are_found_all_the_same(fresh, monkeypatch):
-    monkeypatch.setattr(limits, "recall", lambda name: None)
+    monkeypatch.setattr("kenosis_ort.runtime.machine.recall", lambda name: None)
     monkeypatch.setattr("kenosis_ort.runtime.machine.user_cache", lambda: fresh / "file" / "below")
     (fresh / "file").write_text("no folder")
     assert isinstance(runtime_limits(), RuntimeLimits)

@@ -20,7 +20,7 @@ from kenosis_ort.graph.files import made_for, mark
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.targets import Hooks, get_target
-from kenosis_ort.targets.ort_cpu.pieces import cut
+from kenosis_ort.targets.ort_cpu.cpu_proof import cut
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, check_bias_alignment, verify_fusion
 from tests import models
 from tests.targets.qdq import QdqGraph, build, random_feeds, run

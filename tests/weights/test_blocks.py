@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, example, given, strategies as st
 
 from kenosis_ort import quantize_weights
-from kenosis_ort.weights import block_grids
-from kenosis_ort.weights.block_grids import find_grid
+from kenosis_ort.weights import blocks
 from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
 from kenosis_ort.weights.block_rounding import fitted_steps, relative_error, round_in_blocks, weigh_channels
+from kenosis_ort.weights.blocks import find_grid
 from tests import models
 from tests.flow import support
 from tests.flow.support import changed, sqnr_db
@@ -36,7 +36,7 @@ def test_the_error_is_that_of_the_whole_range_at_most_and_packing_keeps_it(rows,
     steps = 2.0 * span / (2**bits - 2)  # of a grid that is symmetric and clips nothing
     count = np.diff(starts, append=rows)[:, None]
     assert (off <= count * steps**2 * 1.001 + 1e-30).all()
-    packed, scales, zeros = block_grids.pack(integers, grid)
+    packed, scales, zeros = blocks.pack(integers, grid)
     number = len(starts)
     assert (packed.shape, scales.shape) == ((columns, number, block * bits // 8), (columns, number))
     if bits == 4:
@@ -71,7 +71,7 @@ def test_inputs_that_are_always_zero_round_to_nearest():
 
 @pytest.mark.parametrize(("rows", "block"), [(16, 16), (17, 16), (31, 16), (32, 32), (100, 64), (128, 128), (999, 128)])
 def test_blocks_are_powers_of_two_that_the_matrix_fills(rows, block):
-    assert block_grids.block_of(rows, 128) == block
+    assert blocks.block_of(rows, 128) == block
 
 
 @given(st.integers(0, 2**31), st.sampled_from([16, 32]), st.integers(20, 70))

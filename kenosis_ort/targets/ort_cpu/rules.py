@@ -27,8 +27,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import Decision, How, PlacementOptions
-from kenosis_ort.runtime.limits import fact_of_processor
-from kenosis_ort.runtime.machine import machine
+from kenosis_ort.runtime.machine import fact_of_processor, machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import Placed
 from kenosis_ort.targets.vocabulary import WEIGHTED, DataTypes, NodeClass, Requirement, Role, rule
