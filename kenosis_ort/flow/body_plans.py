@@ -7,7 +7,6 @@ body alone shows. What is too much is told by the net in integers but for its bo
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,6 +32,7 @@ from kenosis_ort.passes.evaluator import Evaluator, Score
 from kenosis_ort.passes.leave_float import multiply_accumulates
 from kenosis_ort.plan import Kind, NodeDecision
 
+_WITHOUT_INTEGERS: Final = "body-without-integers"
 _STAYS_FLOAT: Final = " stays float: "
 _TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of the passes
 _LITTLE: Final = 1.02  # times the error without bodies in integers
@@ -46,20 +46,23 @@ def with_bodies(call: Call, builder: Builder, quantize: Quantize) -> Builder:
     """The builder with those of its model's bodies that can be quantized, each as a call of its own.
 
     Args:
-        call: What gathers on the way; takes a note about each body that stays float as a whole.
+        call: What gathers on the way; takes a note about each body with layers that stays float as a whole.
         builder: Of the float model.
         quantize: Quantizes the net of a body.
     """
-    data = call.data
+    data, without_layers = call.data, tuple(_without_layers(builder))
+    builder = replace(builder, idle=without_layers) if without_layers else builder
+    if not builder.quantizes_bodies:
+        return builder
     if data is None:
         call.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
         return builder
 
     def quantized() -> Builder:
         found: list[BodyBuilder] = []
-        idle: list[NodeDecision] = []
+        idle = [*without_layers]
         for owner, place, graph, body in _with_layers(builder):
-            why = "the type of a value that it reads is not known."
+            rule, why = "body-not-observed", "the type of a value that it reads is not known."
             if body is not None:
                 libraries = builder.request.custom_op_libraries
                 feeds_of = partial(body_feeds, builder.prepared.proto, owner, body, custom_op_libraries=libraries)
@@ -67,28 +70,27 @@ def with_bodies(call: Call, builder: Builder, quantize: Quantize) -> Builder:
                 first, why = next(fed(), None), "no calibration sample ran it."
                 if first is not None:
                     _declare_ranks(body.model, first)
-                    if (made := _quantized(call, builder.request, body, fed, quantize)) is not None:
-                        inner, build = made
+                    try:
+                        inner, build = _quantized(call, builder.request, body, fed, quantize)
                         recipe = replace(build, quantized=onnx.ModelProto())  # how it is made is all that is kept
                         found.append(BodyBuilder(body, inner, recipe, feeds_of))
-                    continue
-            idle += _left_float(place, graph, "body-not-observed", why, call.notes)
+                        continue
+                    except NothingToQuantizeError as error:
+                        rule, why = _WITHOUT_INTEGERS, _of_it(error)
+            idle += _left_float(place, graph, rule, why, call.notes)
         return replace(builder, bodies=tuple(found), idle=tuple(idle))
 
     with call.stage("bodies"):
         return call.attempt("The quantization of bodies", quantized, builder)
 
 
-def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Quantize) -> tuple[Builder, Build] | None:
-    """A quantized body, since all that is kept of it is how it is made; None where nothing in it can be quantized."""
+def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Quantize) -> tuple[Builder, Build]:
+    """A body's builder and build; raises NothingToQuantizeError where nothing in it can be quantized."""
     request = of_body(outer, body)
     loaded, most = LoadedModel(body.model, None, str(body.place)), request.most_feeds(body.model)
     data = samples.KeepingReader(fed(), input_specs(body.model), keep=most)
     inner = Call(loaded=loaded, request=request, wanted=call.wanted, data=data, executor=call.executor)
-    try:
-        made = quantize(inner, partial(draft, body.model, request, call))
-    except NothingToQuantizeError:
-        return None
+    made = quantize(inner, partial(draft, body.model, request, call))
     call.warnings += [text for text in inner.warnings if text not in call.warnings]
     call.passes += [replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes]
     call.notes += [note for note in inner.notes if _STAYS_FLOAT in note]
@@ -100,6 +102,20 @@ def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes
     notes.append(f"{str(place)[:1].upper()}{str(place)[1:]}{_STAYS_FLOAT}{why}")
     for node in (node for nested in walk.all_graphs(graph) for node in nested.node if node.op_type != "Constant"):
         yield NodeDecision(node.name, node.op_type, Kind.FLOAT, rule, f"it is in {place}: {why.rstrip('.')}")
+
+
+def _without_layers(builder: Builder) -> Iterator[NodeDecision]:
+    """Yields what is decided for the nodes of bodies in which nothing is looked for."""
+    for owner in walk.owners(builder.prepared.proto) if builder.planner is not None else ():
+        for place, graph in places(owner):
+            if not has_layers(graph):
+                yield from _left_float(place, graph, _WITHOUT_INTEGERS, "there is no Conv, Gemm or MatMul in it.", [])
+            elif not builder.quantizes_bodies:
+                yield from _left_float(place, graph, _WITHOUT_INTEGERS, "extra_options['EnableSubgraph'] is off.", [])
+
+
+def _of_it(error: NothingToQuantizeError) -> str:
+    return f"{error.what.replace(' of the model', ' of it')}."
 
 
 class Trial(NamedTuple):
@@ -208,12 +224,14 @@ def without_bodies(call: Call, builder: Builder, costly: Mapping[str, str]) -> B
 
 def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
     """Plan of the nodes in a model's bodies as far as it needs no data."""
-    found: list[NodeDecision] = []
-    for *_, body in _with_layers(builder):
+    found = [*_without_layers(builder)]
+    for _, place, graph, body in _with_layers(builder):
         if body is not None:
-            with suppress(NothingToQuantizeError):
+            try:
                 inner = draft(body.model, of_body(builder.request, body), builder.journal).for_integers()
                 found += (*inner.plan.nodes, *planned_in_bodies(inner))
+            except NothingToQuantizeError as error:
+                found += _left_float(place, graph, _WITHOUT_INTEGERS, _of_it(error), [])
     return tuple(found)
 
 

@@ -301,9 +301,10 @@ class Builder:
         self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
     ) -> PlacementPlan:
         """Puts the quantized bodies into a model, in place; returns the plan with the decisions about their nodes."""
-        if not self.bodies and not self.idle:
-            return plan
-        opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
+        nodes = [*plan.nodes, *self.idle]
+        if not self.bodies:
+            return replace(plan, nodes=tuple(nodes)) if self.idle else plan
+        opened = Opened(quantized)
         for body_builder in self.bodies:
             made = body_builder.quantize(keep_float)
             opened.put_back(body_builder.body, made.quantized)

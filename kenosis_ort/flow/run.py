@@ -370,8 +370,7 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     call.notes += [] if request.stock_reason is not None else option_notes(request)
     if request.stock_reason is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.stock_reason}.")
-    if builder.quantizes_bodies:
-        builder = body_plans.with_bodies(call, builder, _built)
+    builder = body_plans.with_bodies(call, builder, _built)
     with call.stage("plan"):
         nothing: tuple[Mapping[str, str], str] = ({}, "")
         keep_float, note = call.attempt("The cost model", lambda: speed.float_regions(builder, plan), nothing)
@@ -380,7 +379,9 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     if not build.is_quantized:
         if keep_float and keep_float.keys() >= set(plan.integer_nodes()):
             raise errors.NothingToQuantizeError(note, fix="deploy the float model")
-        raise nothing_to_quantize(request.stock_reason or why_float(build.plan, " outside of bodies"))
+        raise nothing_to_quantize(
+            request.stock_reason or why_float(builder.planned(keep_float, table), " outside of bodies")
+        )
     if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
         before, none = builder, dict[str, str]()

@@ -51,6 +51,29 @@ def test_both_branches_of_an_if(tmp_path, stored, outside, nested):
         assert len(shared) == 3, "one for both branches, and the second Conv of each"
 
 
+@pytest.mark.parametrize(("options", "reason", "notes"), [
+    ({}, "there is no Conv, Gemm or MatMul in it", 0),
+    ({"nodes_to_exclude": ["c1", "c2"]}, "no node of it can be quantized", 2),
+    ({"extra_options": {"EnableSubgraph": False}}, "extra_options['EnableSubgraph'] is off", 0),
+])  # fmt: skip
+def test_nodes_of_bodies_without_integers_are_told_with_their_reason(tmp_path, options, reason, notes):
+    layer = ("c", "Conv (y, w)") if options else ("n", "Neg (y)")
+    bodies = ", ".join(
+        f"{tag}_branch = g{n} () => (float[1,8,4,4] o{n}) {{"
+        f" [{layer[0]}{n}] t{n} = {layer[1]} [r{n}] o{n} = Relu (t{n}) }}"
+        for n, tag in ((1, "then"), (2, "else"))
+    )
+    model = planning.parse(f"""(float[1,8,4,4] x, bool b) => (float[1,8,4,4] z) <float[8,8,1,1] w> {{
+        [conv] y = Conv (x, w) [if] z = If (b) <{bodies}> }}""")
+    feeds = [{"x": RNG.normal(size=(1, 8, 4, 4)).astype(np.float32), "b": np.array(b)} for b in (True, False) * 2]
+    made = make(model, tmp_path, feeds, promise=False, **options)
+    for plan in (made.report.plan, preview(model, **options)):
+        assert plan.by_node["conv"].kind.value == "integer"
+        for name in (f"{node}{n}" for node in (layer[0], "r") for n in (1, 2)):
+            assert (plan.by_node[name].kind.value, reason in plan.by_node[name].reason) == ("float", True)
+    assert sum("stays float" in note for note in made.report.notes) == notes
+
+
 def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path):
     made = checked(control.two_rates(), tmp_path, rates(16000, 16000))
     assert made.heavy == {name: name.startswith("then") for name in made.heavy}
