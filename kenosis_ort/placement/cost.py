@@ -16,6 +16,8 @@ from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.targets.profile import CostTable, Work
 
 _PICTURE_RANK: Final = 4
+_BLOCK: Final = 16
+"""Channels of a block; Convs read fewer in rows."""
 ON_INTEGERS: Final = (Kind.INTEGER, Kind.PASS_THROUGH)
 
 
@@ -90,6 +92,9 @@ class NetCosts:
         integer_us: Times on integer kernels, likewise; None where there is none.
         shifted_us: Times on second integer kernels, likewise.
         fused: Names of those that a float session makes a part of a Conv before them, or of the node behind them.
+        in_float: Times of nodes in a float net: nothing of those, and changes of layout beside Convs included.
+        blocked: Nodes of a float net that write blocks of channels.
+        laid_out: Values whose change of layout is part of a node's time in a float net.
     """
 
     def __init__(self, view: GraphView, costs: CostTable) -> None:
@@ -105,6 +110,46 @@ class NetCosts:
         for node in view.nodes:  # in the order of the graph: a node may be taken in by one that is taken in
             if (work := known.get(str(node.name))) is not None and self._is_fused(node, work):
                 self.fused.add(str(node.name))
+        self.in_float = {name: 0.0 if name in self.fused else us for name, us in self.float_us.items()}
+        for node in view.nodes:
+            behind = self._alone.get(node) if str(node.name) in self.fused else None
+            if behind is not None and node.op_type in costs.gates:  # takes with the Mul behind it as long as alone
+                self.in_float[str(behind.node.name)] = self.float_us[str(node.name)]
+        self.blocked, self.laid_out = set[ir.Node](), set[ir.Value]()
+        if costs.blocked:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Adds changes of layout, of values that are written in blocks and read in rows or the other way round."""
+        written = set[ir.Value]()
+        for node in self.view.nodes:
+            if self._writes_blocks(node, written):
+                self.blocked.add(node)
+                written.update(node.outputs)
+        for value in self.values():
+            readers = value.consumers()
+            if value not in written:
+                at = next((node for node in readers if node in self.blocked), None)
+            else:
+                at = value.producer() if not self.blocked.issuperset(readers) or self.view.is_output(value) else None
+            shape = None if at is None else self.view.shape_of_one(value)
+            if at is not None and shape is not None and len(shape) == _PICTURE_RANK and shape[1] >= _BLOCK:
+                self.laid_out.add(value)
+                us = self.costs.float_us(Work("blocked", elements=math.prod(shape)), self.cold)
+                self.in_float[str(at.name)] += us
+
+    def _writes_blocks(self, node: ir.Node, written: set[ir.Value]) -> bool:
+        """Whether a float node writes blocks of channels, as Convs do, and others that read nothing else."""
+        work, read = self.works[str(node.name)], node.inputs[: 1 if node.op_type == "Clip" else None]
+        if work is None or work.shape_class in self.costs.blocked:
+            return work is not None
+        gated = any(p.op_type in self.costs.gates and str(p.name) in self.fused for p in (node, *_producers(node)))
+        if gated or work.shape_class not in self.costs.passes_blocks or not written.issuperset(read):
+            return False  # x * f(x) is one kernel, which reads rows
+        shapes = map(self.view.shape_of_one, read)
+        if node.op_type == "Concat":
+            return all(shape is not None and len(shape) > 1 and not shape[1] % _BLOCK for shape in shapes)
+        return len(read) == 1 or len(set(shapes)) == 1
 
     def estimate(self, plan: PlacementPlan) -> CostEstimate:
         """The net as planned and in float; an empty plan stands for float."""
@@ -161,7 +206,7 @@ class PlannedCosts:
     def cost_of(self, node: ir.Node) -> NodeCost:
         """The cost of a node of known work."""
         name, kind = str(node.name), self.kind(node)
-        in_float = 0.0 if name in self.net.fused else self.net.float_us[name]
+        in_float = self.net.in_float[name]
         second = self.net.shifted_us[name] if name in self._shifted else None
         in_integer = self.net.integer_us[name] if second is None else second
         if kind in ON_INTEGERS and in_integer is not None:
@@ -205,21 +250,14 @@ class PlannedCosts:
         shapes = zip(neighbours, map(self.net.view.shape_of_one, neighbours), strict=True)
         known = {value: shape for value, shape in shapes if shape is not None}
         pictures = [value for value, shape in known.items() if len(shape) == _PICTURE_RANK]
-        blocked = [value for value in pictures if any(map(self._is_blocked, neighbours[value]))]
+        beside = [value for value in pictures if value not in self.net.laid_out]
+        blocked = [value for value in beside if not self.net.blocked.isdisjoint(neighbours[value])]
         sizes = {value: math.prod(shape) for value, shape in known.items()}
         found = dict.fromkeys(known, 0.0)
         for kind, values in ((name, list(known)), ("channels-last", pictures), ("blocked", blocked)):
             for value in values:
                 found[value] += self.net.costs.float_us(Work(kind, elements=sizes[value]), self.net.cold)
         return found
-
-    def _is_blocked(self, node: ir.Node | None) -> bool:
-        """Whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
-        blocked = self.net.costs.blocked
-        if node is None or node.op_type in blocked:
-            return node is not None
-        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        return producer is not None and producer.op_type in blocked and self.kind(producer) is Kind.FLOAT
 
 
 def _producers(node: ir.Node) -> list[ir.Node]:

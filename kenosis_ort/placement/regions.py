@@ -117,7 +117,7 @@ def cheapest_in_float(net: NetCosts, plan: PlacementPlan, writes_float: Collecti
     for node in view.nodes:
         name, kind = ("node", str(node.name)), planned.kind(node)
         in_integer, own = net.integer_us.get(name[1]), net.float_us.get(name[1])
-        in_float = 0.0 if own is None or name[1] in net.fused else own
+        in_float = net.in_float.get(name[1], 0.0)
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
         before = None if producer is None else ("node", str(producer.name))
         if kind is Kind.ABSORBED and before is not None:
@@ -126,7 +126,7 @@ def cheapest_in_float(net: NetCosts, plan: PlacementPlan, writes_float: Collecti
             cut.part(before, name, math.inf)
         elif kind in ON_INTEGERS and in_integer is not None:
             cut.cost(name, here=in_integer, there=in_float)
-            if own is not None and before is not None and not in_float:
+            if own is not None and before is not None and name[1] in net.fused:
                 cut.part(before, name, own)
         else:
             cut.cost(name, here=math.inf, there=0.0)

@@ -102,8 +102,9 @@ class CostTable:
         profile: What its kernels cost on the machine.
         work: Counts what a node does; None where shapes that matter are not known.
         fused: Classes that cost nothing behind a float Conv or Gemm.
-        gates: Functions f that cost nothing in float where ``x * f(x)`` is all they are for.
-        blocked: Operators whose float kernels keep channels in blocks.
+        gates: Functions f that cost in float as much as ``x * f(x)`` where that is all they are for.
+        blocked: Classes whose float kernels keep channels in blocks.
+        passes_blocks: Those that write blocks where they read nothing else, joined channels in whole blocks.
         shows_times: Reports may give microseconds: the file is made for a processor of the class that was measured.
         anywhere: Integer kernels are slower than float ones for many shapes, so that regions anywhere in a net are left
             float by estimate, not only its first nodes.
@@ -113,6 +114,7 @@ class CostTable:
     work: Callable[[GraphView, ir.Node], Work | None]
     fused: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    passes_blocks: frozenset[str] = frozenset()
     gates: frozenset[str] = frozenset()
     shows_times: bool = True
     anywhere: bool = False

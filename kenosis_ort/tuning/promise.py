@@ -362,13 +362,13 @@ def _decided(form: Form, model: onnx.ModelProto, raced: Race, where: str) -> _Tr
         return _Trial(FormStatus.TAKEN, f"{by_table}; {unsure}", raced, model, Basis.ESTIMATED)
     if ratio < _BORDER:
         return _Trial(FormStatus.SLOWER, f"only {speed} ({noise}), measured", raced)
-    faster = comparison.verdict is Verdict.FASTER
+    faster = comparison.verdict is Verdict.FASTER or low > MARGIN
     reason = f"{speed} ({noise})" if faster else f"not slower than the float model beyond the noise ({noise})"
     return _Trial(FormStatus.TAKEN, f"{reason}, measured", raced, model)
 
 
 def _tells(comparison: SpeedComparison, rounds: int) -> bool:
-    """Whether a race says on which side of the border a ratio lies."""
+    """Whether a race says on which side of the border a ratio lies; few rounds do two deviations above it."""
     if comparison.verdict is Verdict.NOISY and rounds < LEAST_ROUNDS:
-        return False
+        return math.log(comparison.low / _BORDER) >= 2 * _OF_FEW_ROUNDS
     return not comparison.low <= _BORDER <= comparison.high or comparison.high <= _TELLS * comparison.low

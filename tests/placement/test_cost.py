@@ -178,7 +178,7 @@ def test_kernels_and_borders_on_both_sides_of_float_regions_add_up():
     table = flat_table(conv_dense=(10, 4), clip=(3, None), **borders)
     found, parted = case.estimate(table), case.estimate(table, case.replan({"conv1": "why not"}))
     assert found.borders_us == pytest.approx({"x": 2.5, "relu2_out": 1.5})
-    assert (found.float_us, found.planned_us, found.speed) == pytest.approx((30, 16, 30 / 16))  # Relus cost nothing
+    assert (found.float_us, found.planned_us, found.speed) == pytest.approx((30.5, 16, 30.5 / 16))  # Relus cost nothing
     own = parted.by_node["conv1"]
     assert (found.unknown, own.kind, own.planned_us) == ((), Kind.FLOAT, 10)
     assert parted.borders_us == pytest.approx({"x": 2.5, "relu0_out": 1.75, "relu1_out": 2.75, "relu2_out": 1.5})
@@ -192,6 +192,32 @@ def test_kernels_and_borders_on_both_sides_of_float_regions_add_up():
 def test_what_a_float_kernel_takes_in_costs_nothing_beside_it_alone(text, costs):
     found = Case(text).estimate(flat_table(conv_dense=(10, 4), hard_sigmoid=(5, None), add=(5, None), linear=(1, None)))
     assert (found.by_node["it"].float_us, found.by_node["it"].planned_us) == pytest.approx(costs)
+
+
+@pytest.mark.parametrize(
+    ("body", "changes"),
+    [
+        ("[d] d = Relu (c)", ["x", "y"]),
+        ("[s] s = Sigmoid (c) [d] d = Mul (c, s)", ["c", "d", "x", "y"]),  # one kernel, which reads rows
+        ("[p] p = Add (c, c) [d] d = Mul (p, p)", ["x", "y"]),
+        ("[s] s = Softmax (c) [d] d = Add (s, c)", ["c", "d", "x", "y"]),  # c is read in rows, and d so written
+    ],
+)
+def test_a_float_net_pays_for_values_that_change_between_blocks_and_rows(body, changes):
+    net = NetCosts(Case(between(body)).view, ORT)
+    assert sorted(value.name for value in net.laid_out) == changes
+    assert sum(net.in_float.values()) > sum(us for name, us in net.float_us.items() if name not in net.fused)
+    if "Sigmoid" in body:  # one kernel, which takes as long as the Sigmoid
+        assert (net.in_float["s"], net.in_float["d"]) == (0, net.float_us["s"]) != (0, net.float_us["d"])
+
+
+@pytest.mark.parametrize(("channels", "blocked"), [(32, True), (24, False)])
+def test_channels_joined_stay_in_blocks_where_each_part_fills_them(channels, blocked):
+    net = models.Net()
+    x = net.input("x", [1, 32, 8, 8])
+    parts = [net.conv(x, 32, channels, name=f"conv{i}") for i in range(2)]
+    found = NetCosts(Case(net.of(net.op("Relu", [net.op("Concat", parts, axis=1, name="join")], name="r"))).view, ORT)
+    assert any(node.name == "join" for node in found.blocked) is blocked
 
 
 def test_unknown_shapes_are_told():

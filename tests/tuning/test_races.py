@@ -301,6 +301,10 @@ def test_a_rung_that_fails_is_dropped_and_named():
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
     undecided, hurried = 0, consider(FakeStadium({"float": 0.01, "int8": 0.02}), budget_s=0.0)
     assert "undecided: the time is too short to tell (0.50x" in hurried.candidates[0].reason
+    assert consider(FakeStadium({"float": 0.01, "int8": 0.009}), budget_s=0.0).basis == Basis.UNDECIDED
+    clear = consider(FakeStadium({"float": 0.01, "int8": 0.005}), budget_s=0.0)  # no noise makes up for twice the speed
+    reason = "2.00x of the float model's speed for one (2.00 to 2.00), measured"
+    assert (clear.taken.name, clear.basis, clear.candidates[0].reason) == ("int8", Basis.MEASURED, reason)
     for seed in range(10):
         stadium = FakeStadium({"float": 0.01, "int8": 0.0105}, spread=0.5, seed=seed)
         outcome = consider(stadium)

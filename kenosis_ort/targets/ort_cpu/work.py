@@ -370,6 +370,10 @@ ORT_CPU_COSTS: Final = CostTable(
     PROFILES[0],
     work=work_of,
     fused=frozenset({"clip", "leaky-relu", "hard-sigmoid", "add"}),
-    blocked=frozenset({"Conv", "MaxPool", "AveragePool", "GlobalAveragePool"}),
+    blocked=frozenset({
+        "conv-pointwise", "conv-dense", "conv-few-channels", "conv-depthwise", "conv-depthwise-odd", "conv-grouped",
+        "max-pool", "average-pool", "global-pool",
+    }),
+    passes_blocks=frozenset({"add", "mul", "clip", "leaky-relu", "hard-sigmoid", "sigmoid", "concat"}),
     gates=frozenset({"Sigmoid"}),
-)
+)  # fmt: skip
