@@ -117,9 +117,9 @@ class NetCosts:
                 self.in_float[str(behind.node.name)] = self.float_us[str(node.name)]
         self.blocked, self.laid_out = set[ir.Node](), set[ir.Value]()
         if costs.blocked:
-            self._lay_out()
+            self._add_layout_changes()
 
-    def _lay_out(self) -> None:
+    def _add_layout_changes(self) -> None:
         """Adds changes of layout, of values that are written in blocks and read in rows or the other way round."""
         written = set[ir.Value]()
         for node in self.view.nodes:

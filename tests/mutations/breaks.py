@@ -180,7 +180,7 @@ BREAKS = (
     Break("placement/absorption.py", "or view.is_output(value) or str(", "or str(", "placement/test_absorption.py"),
     Break("calibration/methods.py", "if not found.get(field):", "if True:", "calibration/test_table.py"),
     Break("accuracy/error.py", "_log_odds(rows) if use.probabilities else rows", "rows", "accuracy/test_error.py"),
-    Break("report/html/layout.py", "and decision.rule in _PROTECTED_RULES", "", "report/html/test_page.py"),
+    Break("report/html/words.py", "and decision.rule in _PROTECTED_RULES", "", "report/html/test_page.py"),
     Break("targets/tensorrt.py", "        weight_symmetric=True,\n", "", "targets/test_tensorrt.py"),
     Break("rewrite/transposes.py", "{3: np.array(order, axes.dtype)[axes]}", "{3: axes}", "rewrite/test_transposes.py"),
     Break("rewrite/transposes.py", " and node.inputs[0] not in regions", "", "rewrite/test_transposes.py"),

@@ -21,8 +21,8 @@ from kenosis_ort.errors import printable
 from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words, processors_line
 from kenosis_ort.report.facts import ReportFacts, SpeedCandidate
 from kenosis_ort.report.html import picture
-from kenosis_ort.report.html.layout import REGIONS, decibels, factor, milliseconds, number, percent
 from kenosis_ort.report.html.picture import NodeFacts, node_facts
+from kenosis_ort.report.html.words import REGIONS, decibels, factor, milliseconds, number, percent
 from kenosis_ort.storage.data import format_bytes, plain
 
 _NOT_A_PATH: Final = ("model '", "the given ModelProto")

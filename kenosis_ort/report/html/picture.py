@@ -25,7 +25,8 @@ from kenosis_ort.report.evidence import (
     by_key,
     explain_plan,
 )
-from kenosis_ort.report.html.layout import REGIONS, GraphLayout, Region, decibels, layout_of, number, region_of
+from kenosis_ort.report.html.layout import GraphLayout, layout_of
+from kenosis_ort.report.html.words import REGIONS, Region, decibels, number, region_of
 from kenosis_ort.storage.data import finite
 from kenosis_ort.targets.proof import FusionReport, KernelReport
 

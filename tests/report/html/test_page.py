@@ -16,9 +16,10 @@ from kenosis_ort.errors import OutputError
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.report.evidence import OpTime, OpTimes
-from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of, region_of
+from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
 from kenosis_ort.report.html.page import python_call, render_notebook
 from kenosis_ort.report.html.picture import time_plot
+from kenosis_ort.report.html.words import region_of
 from kenosis_ort.storage.data import to_data
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
 
