@@ -40,7 +40,7 @@ from kenosis_ort.verify import clipping_loss
 _log = logging.getLogger(__name__)
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
-_POOR_DB = 10.0
+POOR_DB = 10.0
 _WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
@@ -71,6 +71,11 @@ def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             found.append(feed)
         rows += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
     return found
+
+
+def is_poor(compared: Sequence[OutputComparison]) -> bool:
+    """Whether an output has little in common with the float model's."""
+    return any(c.sqnr_db < POOR_DB for c in compared)
 
 
 def worthless(compared: Sequence[OutputComparison], samples: str) -> str | None:
@@ -112,7 +117,7 @@ def finish(
     call.notes += build.notes
     # Warnings and notes about outputs, precision and cost.
     compared, kind = call.outputs, call.compared_on
-    for bad in (c for c in compared if c.sqnr_db < _POOR_DB):
+    for bad in (c for c in compared if c.sqnr_db < POOR_DB):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on {kind}"
         more = "" if request.widths.are_bytes else "more bits, "
         wide = QuantType.QUInt16

@@ -317,9 +317,15 @@ def _quantized(call: Call) -> QuantizationReport:
     call.notes += [note for note in (call.data.notes if call.data is not None else ()) if note not in call.notes]
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     finish.compare(call, build, feeds)
-    chosen = build
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
     bad = finish.worthless(call.outputs, call.compared_on) if free else None
+    if bad is not None:
+        mended = call.attempt("Leaving nodes float", partial(improve.with_float_nodes, call, builder, build), build)
+        if mended is not build:
+            call.notes.append(f"With all in integers {bad}: the nodes that lose most are float.")
+            finish.compare(call, mended, feeds)
+            build, bad = mended, bad if finish.is_poor(call.outputs) else None
+    chosen = build
     if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)
         chosen, is_useful = call.attempt("Timing", lambda: speed.delivered(call, builder, build, feeds, bad), timed)

@@ -272,11 +272,15 @@ def search_mixed_precision(
     with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
         del quantized
         errors = errors_of(gated, feeds, error)
-        units = tensor_sensitivity(gated.gates, errors, on=gated.on_in(plan), cutoff=_CUTOFF)
         board = Board(float_model, plan, gated, replan)
-        # Bisect the path of moves; beyond the limit only to say what would be needed.
-        path = greedy_path(board, units, board.state(keep_float), limit=max_float_share)
-        best = trials.cheapest(path)
+        # Bisect the path of moves; what is left beside the worst tensors is ranked anew without them.
+        path, best = [board.state(keep_float)], None
+        while best is None:
+            units = tensor_sensitivity(gated.gates, errors, on=path[-1].on, cutoff=_CUTOFF)
+            path = greedy_path(board, units, path[-1], limit=max_float_share)
+            if len(path) == 1:
+                break
+            best = trials.cheapest(path)
         if best is not None:
             return best, ""
         best = max(trials.made, key=lambda t: (-t.loss, -t.price))

@@ -22,7 +22,8 @@ from tests.flow.test_recipes import sentences, t5
 from tests.models import Net
 
 OFF = {
-    "ranges": "minmax", "row_scales": False, "equalize": False, "smooth": "off", "bias_correction": False
+    "ranges": "minmax", "row_scales": False, "equalize": False, "smooth": "off", "bias_correction": False,
+    "max_float_share": 0.0,
 }  # fmt: skip
 """Settings of a recipe without any pass."""
 

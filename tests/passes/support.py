@@ -5,7 +5,10 @@ from onnx import numpy_helper
 
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.reference import Reference
-from tests.flow.support import run
+from tests import models
+from tests.flow.support import changed, run
+
+BAD = 3
 
 
 def first(model, feeds):
@@ -31,3 +34,22 @@ def everything(gated):
 def evaluator_of(model, feeds, **options):
     """The evaluator of candidates against a model."""
     return Evaluator(Reference(model), feeds, graph=model.graph, **options)
+
+
+def spiky_chain(large=None):
+    """Eight Convs; one channel behind the fourth is large, widens the range of its tensor, and is read by nobody.
+
+    Args:
+        large: Size of that channel by the number of the Conv, where it is another one, or there are several.
+
+    Returns:
+        The model, and the name of the tensor behind the first of them.
+    """
+    model, large = models.conv_relu_chain(16, channels=8), large or {BAD: 30.0}
+    convs = [n for n in model.graph.node if n.op_type == "Conv"]
+    first, how = np.arange(8) == 0, {}
+    for at, size in large.items():
+        how |= {convs[at].input[2]: lambda b, size=size: np.where(first, size, b)}
+        how |= {convs[at + 1].input[1]: ~first[:, None, None]}
+    relu = next(n for n in model.graph.node if convs[min(large)].output[0] in n.input)
+    return changed(model, **how), relu.output[0]
