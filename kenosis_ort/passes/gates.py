@@ -13,6 +13,7 @@ debugging guide; the halving is adaptive group testing (Dorfman 1943).
 """
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -307,6 +308,9 @@ class _Build:
 
 
 _SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
+_MOST_TOGETHER = (
+    10.0  # times the whole error: what apart costs more, as where any of it drowns the output, tells nothing
+)
 
 
 Errors = Callable[[Sequence[frozenset[int]]], Sequence[float]]
@@ -371,6 +375,8 @@ def tensor_sensitivity(
         asked = [gates for gates in asked if gates not in known]
         known |= zip(asked, errors(asked), strict=True)
         smaller = []
+        if sum(known.get(_together(part), expected) for part, expected in parts) > _MOST_TOGETHER * whole:
+            floor = math.inf  # errors that do not add up rank nothing
         for part, expected in parts:
             count, error = len(part), known.get(_together(part), expected)
             if count == 1 or error <= floor:

@@ -273,13 +273,12 @@ def search_mixed_precision(
         del quantized
         errors = errors_of(gated, feeds, error)
         board = Board(float_model, plan, gated, replan)
-        # Bisect the path of moves; what is left beside the worst tensors is ranked anew without them.
-        path, best = [board.state(keep_float)], None
-        while best is None:
+        # Bisect the path of moves; what is left beside the worst tensors is ranked anew without them, while that helps.
+        path, best, least = [board.state(keep_float)], None, math.inf
+        while best is None and trials.made[-1].loss < least:
+            least = trials.made[-1].loss
             units = tensor_sensitivity(gated.gates, errors, on=path[-1].on, cutoff=_CUTOFF)
             path = greedy_path(board, units, path[-1], limit=max_float_share)
-            if len(path) == 1:
-                break
             best = trials.cheapest(path)
         if best is not None:
             return best, ""

@@ -93,6 +93,16 @@ def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_togeth
     assert len(rounds) <= 7  # the whole, and the depth of halving 20
 
 
+def test_errors_that_do_not_add_up_rank_nothing_and_cost_few_runs():
+    """Parts that cost far more apart than together, as where each of them drowns the output."""
+    gates = [Gate(i, GateKind.ACTIVATION, f"v{i}", (), f"g{i}") for i in range(64)]
+    asked = []
+    errors = lambda sets: asked.extend(sets) or [1.0 if len(on) == 64 else 50.0 for on in sets]  # noqa: E731
+    units = tensor_sensitivity(gates, errors, on=frozenset(range(64)), cutoff=0.03)
+    assert not any(unit.exact for unit in units)
+    assert (len(units), len(asked) < 64) == (64, True)
+
+
 # ---- mixed precision ------------------------------------------------------------------------------------------
 
 
