@@ -138,6 +138,19 @@ def test_equalized_channels_are_recognized():
     assert not same.result()[2]
 
 
+@given(st.integers(0, 2**16), st.floats(-1.0, 1.0))
+def test_a_channel_that_is_constant_is_lost_beside_rescaled_ones(seed, constant):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=(2, 4, 6, 50))
+    b = 6.0 * (a + 0.01 * b)
+    b[:, 0] = constant
+    sums = ChannelSums()
+    sums.add(a, b)
+    sqnr, cosine, rescaled = sums.result()
+    assert rescaled
+    assert (0.8 < cosine < 0.95, 4 < sqnr < 9) == (True, True)
+
+
 def test_shapes_that_differ_are_not_added():
     sums = ChannelSums()
     assert (sums.add(np.zeros((1, 2)), np.zeros((1, 3))), np.isnan(sums.result()[0])) == (False, True)
