@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
 POOR_DB = 10.0
-_WORTHLESS_DB = 3.0  # half of the signal is noise
+WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
@@ -73,19 +73,15 @@ def few_of(feeds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
-def is_poor(compared: Sequence[OutputComparison]) -> bool:
-    """Whether an output has little in common with the float model's."""
-    return any(c.sqnr_db < POOR_DB for c in compared)
+def worthless(compared: Sequence[OutputComparison], samples: str, least_db: float = WORTHLESS_DB) -> str | None:
+    """Reason why the quantized model is useless on such samples: zeros are closer to an output, or all keep less.
 
-
-def worthless(compared: Sequence[OutputComparison], samples: str) -> str | None:
-    """Reason why the quantized model is useless on such samples: zeros are closer to the float output; else None.
-
-    Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no decibels.
+    None where it is not. Integers and texts say nothing, nor does a reference that is zero throughout: its noise has no
+    decibels.
     """
     comparable = [c for c in compared if c.floating and not (np.isneginf(c.sqnr_db) and np.isfinite(c.max_abs))]
     bad = min(comparable, key=lambda c: c.sqnr_db, default=None)
-    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
+    if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= least_db for c in comparable)):
         return None
     return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on {samples}"
 

@@ -80,7 +80,7 @@ def _are_real(call: Call, table: CalibrationTable) -> bool:
 
 
 def with_float_nodes(call: Call, builder: Builder, build: Build) -> Build:
-    """A useless build with the nodes left float that lose most, within the recipe's budget and share of float work.
+    """A poor build with the nodes left float that lose most, within the recipe's budget and share of float work.
 
     The build itself where the recipe tries nothing, or has tried this. Measured on a net of text recognition whose
     first activations have a few large channels: 2 dB become 21 dB with 5 % of the multiply-accumulates in float.

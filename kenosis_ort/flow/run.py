@@ -318,13 +318,16 @@ def _quantized(call: Call) -> QuantizationReport:
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     finish.compare(call, build, feeds)
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
-    bad = finish.worthless(call.outputs, call.compared_on) if free else None
-    if bad is not None:
+    bad, poor = (
+        finish.worthless(call.outputs, call.compared_on, least) if free else None
+        for least in (finish.WORTHLESS_DB, finish.POOR_DB)
+    )
+    if poor is not None:
         mended = call.attempt("Leaving nodes float", partial(improve.with_float_nodes, call, builder, build), build)
         if mended is not build:
-            call.notes.append(f"With all in integers {bad}: the nodes that lose most are float.")
+            call.notes.append(f"With all nodes in integers {poor}: those that lose most are float.")
             finish.compare(call, mended, feeds)
-            build, bad = mended, bad if finish.is_poor(call.outputs) else None
+            build, bad = mended, bad and finish.worthless(call.outputs, call.compared_on, finish.POOR_DB)
     chosen = build
     if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)

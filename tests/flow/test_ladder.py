@@ -54,23 +54,24 @@ def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path, options, bec
     assert onnx.load(tmp_path / "out.onnx") == model
 
 
-def spiky(behind):
-    """A net with a large channel in one or two of its tensors, which is read by nobody."""
+def spiky(behind, constant=0.0):
+    """A net with a large channel in one or two of its tensors, read by nobody, and a share of constant output."""
     text = """net (float[1,8,16,16] x) => (float[1,32,14,14] y)
         <float[8,8,1,1] a, float[8] b, float[8,8,1,1] c, float[32,8,3,3] d, float[32] e, float[32,32,3,3] f> {
         g = Conv (x, a, b)  h = HardSwish (g)  i = Conv (h, c)  j = HardSwish (i)
         k = Conv <pads = [1,1,1,1]> (j, d, e)  l = HardSwish (k)  y = Conv (l, f) }"""
     model = planning.parse(text)
-    model = changed(model, f=lambda f: f - f.mean((2, 3), keepdims=True))  # constants are no signal
+    model = changed(model, f=lambda f: f - (1 - constant) * f.mean((2, 3), keepdims=True))
     for bias, weight in behind.items():
         large = {bias: lambda b: np.where(np.arange(len(b)) == 0, 1e6, b)}
         model = changed(model, **large, **{weight: lambda w: w * (np.arange(w.shape[1]) > 0)[:, None, None]})
     return model
 
 
-def test_where_a_small_part_of_the_work_makes_it_worthless_that_is_float_and_the_rest_is_delivered(tmp_path):
+@pytest.mark.parametrize("constant", [0.0, 1.0], ids=["worthless", "poor"])
+def test_where_a_small_part_of_the_work_makes_it_poor_that_is_float_and_the_rest_is_delivered(tmp_path, constant):
     """By default, and on other samples too; where it is a large part, the float model is delivered."""
-    model = spiky({"b": "c"})
+    model = spiky({"b": "c"}, constant)
     made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=False)
     assert made.db(models.feeds(model, 8, seed=9)) > finish.POOR_DB
     assert (made.report.is_float, len(made.report.plan.integer_nodes()) >= 2) == (False, True)

@@ -75,7 +75,7 @@ BREAKS = (
     Break("flow/finish.py", '"float_because" in facts or ', "", "report/test_of_the_file.py"),
     Break("flow/request.py", 'self.extra_options.get("SmoothQuantFolding") is False', "False", "flow/test_recipes.py"),
     Break("flow/run.py", "if why is not None or", "if", "flow/test_ladder.py"),
-    Break("flow/run.py", "bad if finish.is_poor(call.outputs) else None", "None", "flow/test_ladder.py"),
+    Break("flow/run.py", "bad and finish.worthless(", "None and (", "flow/test_ladder.py"),
     Break("passes/leave_float.py", "= trials.made[-1].loss\n", "= -math.inf\n", "passes/test_leave_float.py"),
     Break("passes/gates.py", "> _MOST_TOGETHER * whole", "> 1e9 * whole", "passes/test_leave_float.py"),
     Break("flow/run.py", " or call.request.needs_wide_types", "", "flow/test_explicit.py"),
