@@ -125,8 +125,8 @@ _TABLE: Final[Mapping[str, Mapping[str, Argument]]] = {
         "threads": _option("of the sessions that are timed; 0: all (default: 1)", type=parser.threads),
         "tune": _option("off: no layer is left float for speed (default: model)", choices=("off", "model")),
         "host": _option(
-            "machine that the file is laid out for: the name of a profile (amx, vnni, avx2), or a file of kenosis-ort "
-            "profile (default: this machine)",
+            "machine that the file is laid out for: the name of a profile (amx, vnni, zen4, avx2), or a file of "
+            "kenosis-ort profile (default: this machine)",
             "--for-host",
             "NAME|FILE",
         ),

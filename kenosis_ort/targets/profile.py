@@ -364,12 +364,13 @@ def nearest(profiles: Sequence[HostProfile], features: Sequence[str], *, saturat
     """Profile whose processor has most kernels in common with one of these features.
 
     Args:
-        profiles: At least one; of equally near ones the first is taken.
+        profiles: At least one; of equally near ones the first is taken, as where none shares a feature.
         features: Flags among `kenosis_ort.runtime.machine.FEATURES`; none where the system does not list them.
         saturates: Products of 8 bits saturate there, as measured; it counts where the flags do not say otherwise.
     """
     clips = saturates and not has_dot_products(features)
-    return min(profiles, key=lambda p: (p.saturates != clips, len(set(p.features) ^ set(features))))
+    known = any({*p.features} & {*features} for p in profiles)
+    return min(profiles, key=lambda p: (p.saturates != clips, known and len({*p.features} ^ {*features})))
 
 
 def cached_profile(target: str, runtime: str, threads: int) -> HostProfile | None:

@@ -36,7 +36,7 @@ def test_a_profile_survives_its_file(profile):
 
 
 def test_those_that_come_with_the_package_know_all_kernels(tmp_path):
-    assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2"]
+    assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2", "zen4"]
     for profile in ORT.profiles:
         assert profile.kernels.keys() == ORT.costs.profile.kernels.keys()
         profile.save(tmp_path / "p.json")
@@ -97,6 +97,7 @@ def test_a_profile_of_another_target_or_without_some_kernels_is_refused():
 @pytest.mark.parametrize(("features", "saturates", "name"), [
     (AMX, False, "amx"), (("avx2", "avx_vnni"), False, "vnni"), (("asimddp", "i8mm"), False, "vnni"),
     (("avx2", "avx512f"), True, "avx2"), (("avx2",), True, "avx2"),
+    (("avx2", "avx512_bf16", "avx512_vnni", "avx512f"), False, "zen4"),  # which lacks VNNI of 256 bits
     (VNNI, True, "vnni"),  # flags say more than a measurement, which an emulator may run
     ((), True, "avx2"), ((), False, "vnni"),  # SSE alone, or a system that lists no flags
 ])  # fmt: skip

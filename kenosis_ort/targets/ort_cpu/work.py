@@ -5,10 +5,11 @@ is larger than one element, and stream the weights of a linear layer from memory
 ``benchmarks/op_costs.py`` takes.
 
 Costs are those of one machine, in ``profiles/``: ``amx`` of a Xeon with matrix tiles (AMX), ``vnni`` of an EPYC
-with AVX512-VNNI alone, ``avx2`` of one with neither. `kenosis_ort.tuning.measure` takes further ones. Absolute times
-differ between processors; the ratios of float to integer are what decisions rest on. Those of grouped Convs in ``vnni``
-and of ``conv-grouped-odd`` in ``avx2`` were fitted to 440 shapes on an EPYC of another family, and scaled: to its dense
-Convs for the one, for the other to the grouped Convs that were measured with AVX2.
+with AVX512-VNNI alone, ``zen4`` of one that computes AVX-512 in two halves, so that Convs take twice as long and what
+memory bounds hardly longer, ``avx2`` of one with neither. `kenosis_ort.tuning.measure` takes further ones, and took
+``zen4``. Absolute times differ between processors; the ratios of float to integer are what decisions rest on. Those of
+grouped Convs in ``vnni`` and of ``conv-grouped-odd`` in ``avx2`` were fitted to 440 shapes on an EPYC of another
+family, and scaled: to its dense Convs for the one, for the other to the grouped Convs that were measured with AVX2.
 
 ``python benchmarks/cost_model.py`` holds estimates against measured nets.
 
@@ -361,7 +362,7 @@ _COUNTS: Final[Mapping[str, Callable[[GraphView, ir.Node, tuple[int, ...]], Work
 
 _FOLDER: Final = files(__package__) / "profiles"
 PROFILES: Final = tuple(
-    HostProfile.parse((_FOLDER / f"{name}.json").read_text("utf-8")) for name in ("vnni", "amx", "avx2")
+    HostProfile.parse((_FOLDER / f"{name}.json").read_text("utf-8")) for name in ("vnni", "amx", "avx2", "zen4")
 )
 """The machines that come with the package; where nothing is known of a processor, the first whose products are exact or
 not, as its own are."""
