@@ -21,7 +21,7 @@ from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize, why_float
 from kenosis_ort.flow.call import Call, RewriteMismatchError
 from kenosis_ort.flow.file_checks import check_loads
-from kenosis_ort.flow.request import EIGHT_BIT, Request
+from kenosis_ort.flow.request import EIGHT_BIT, Request, calibration_config
 from kenosis_ort.flow.reused_tables import CalibrationCache
 from kenosis_ort.flow.samples import KeepingReader, Validation
 from kenosis_ort.graph import files, outside
@@ -138,7 +138,7 @@ def deliver_float(
     if request.caches:
         call.warnings.append("The cache of the file is float, as in the float model. Fix: feed it so.")
     seconds = call.seconds.get("calibrate", 0.0)
-    calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
+    calibration = CalibrationSummary(calibration_config(request).method, samples, 0, seconds)
     plan = PlacementPlan(request.target.name)
     return finish.report_of(call, plan=plan, fusion=None, calibration=calibration, float_because=why)
 

@@ -50,7 +50,8 @@ def test_nothing_to_quantize_is_delivered_byte_for_byte(tmp_path, stages, in_pla
 ])  # fmt: skip
 def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path, options, because):
     model = models.conv_relu_chain(2)
-    assert because in told(tmp_path / "out.onnx", model, **options).float_because
+    report = told(tmp_path / "out.onnx", model, **options)
+    assert (because in report.float_because, report.calibration.method) == (True, "minmax")
     assert onnx.load(tmp_path / "out.onnx") == model
 
 
