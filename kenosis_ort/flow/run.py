@@ -312,8 +312,8 @@ def _quantized(call: Call) -> QuantizationReport:
         KenosisError: Or any other exception; nothing was written.
     """
     request = call.request
-    builder, build = _built(call, partial(draft, call.loaded.proto, request, call))
-    feeds, wanted = call.feeds, request.feeds_wanted
+    builder, planned = _built(call, partial(draft, call.loaded.proto, request, call))
+    build, feeds, wanted = planned, call.feeds, request.feeds_wanted
     call.notes += [note for note in (call.data.notes if call.data is not None else ()) if note not in call.notes]
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     finish.compare(call, build, feeds)
@@ -323,11 +323,10 @@ def _quantized(call: Call) -> QuantizationReport:
         for least in (finish.WORTHLESS_DB, finish.POOR_DB)
     )
     if poor is not None:
-        mended = call.attempt("Leaving nodes float", partial(improve.with_float_nodes, call, builder, build), build)
-        if mended is not build:
-            call.notes.append(f"With all nodes in integers {poor}: those that lose most are float.")
-            finish.compare(call, mended, feeds)
-            build, bad = mended, bad and finish.worthless(call.outputs, call.compared_on, finish.POOR_DB)
+        build = call.attempt("Leaving nodes float", partial(improve.with_float_nodes, call, builder, planned), planned)
+        if build is not planned:
+            finish.compare(call, build, feeds)
+            bad = bad and finish.worthless(call.outputs, call.compared_on, finish.POOR_DB)
     chosen = build
     if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)
@@ -340,6 +339,8 @@ def _quantized(call: Call) -> QuantizationReport:
         int8_cache.quantize_cache(chosen.quantized, int8_cache.with_scales(request.caches, chosen.table.range_of))
     if chosen is not build:
         finish.compare(call, chosen, feeds)
+    elif build is not planned:
+        call.notes.append(f"With all nodes in integers {poor}: those that lose most are float.")
     known = 0 if call.validation is None else call.validation.shared(feeds)
     if known:
         call.warnings.append(

@@ -308,9 +308,7 @@ class _Build:
 
 
 _SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
-_MOST_TOGETHER = (
-    10.0  # times the whole error: what apart costs more, as where any of it drowns the output, tells nothing
-)
+_MOST_TOGETHER = 10.0  # times the whole error; parts cost more where each of them drowns the output
 
 
 Errors = Callable[[Sequence[frozenset[int]]], Sequence[float]]
