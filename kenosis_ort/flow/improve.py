@@ -82,8 +82,7 @@ def _are_real(call: Call, table: CalibrationTable) -> bool:
 def with_float_nodes(call: Call, builder: Builder, build: Build) -> Build:
     """A poor build with the nodes left float that lose most, within the recipe's budget and share of float work.
 
-    The build itself where the recipe tries nothing, or has tried this. Measured on a net of text recognition whose
-    first activations have a few large channels: 2 dB become 21 dB with 5 % of the multiply-accumulates in float.
+    The build itself where that is not tried. A text recognizer with a few large channels: 21 dB for 2, 5 % in float.
     """
     request, recipe = call.request, call.request.recipe
     may_try = call.wanted and recipe.max_float_share and not (recipe.mixed_precision or request.target.whole)
