@@ -55,7 +55,7 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"kenosis-ort: {text}", file=sys.stderr)
+    sys.stderr.write(f"kenosis-ort: {text}\n")
 
 
 def _tell(name: str, result: Any) -> None:

@@ -145,8 +145,8 @@ class PlacementPlan:
             optimizer does not quantize their float weights behind the plan's back.
         splits: Values each of whose readers gets a Q and DQ of its own, which the session cannot merge again; True
             where an integer kernel writes the value, so that they go behind a Q, a DQ and a barrier.
-        spared: Values whose negative numbers no consumer sees, and which keep most of them: a kernel is slow where it
-            clips many. The few that are farthest are cut off.
+        quantile_lows: Values whose negative numbers no consumer sees, and which keep most of them: a kernel is slow
+            where it clips many. The few that are farthest are cut off.
         largest_pair: What two neighbouring int8 weights of one sign may sum to where kernels of uint8 data read them,
             see `kenosis_ort.graph.qdq`; None where it does not matter.
         even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
@@ -161,7 +161,7 @@ class PlacementPlan:
     grids: tuple[RangeLimit, ...] = ()
     barriers: tuple[str, ...] = ()
     splits: Mapping[str, bool] = field(default_factory=dict)
-    spared: tuple[str, ...] = ()
+    quantile_lows: tuple[str, ...] = ()
     largest_pair: int | None = None
     even_channels: bool = False
     notes: tuple[str, ...] = ()

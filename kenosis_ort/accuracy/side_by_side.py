@@ -258,9 +258,9 @@ class ChannelSums:
         n = np.maximum(count, 1)
         vx, vy, cov = xx - sx * sx / n, yy - sy * sy / n, xy - sx * sy / n
         live = (vx > 1e-9 * np.maximum(xx, 1e-300)) & (xx > 1e-6 * xx.max(initial=0.0))
-        moves = live & (vy > 1e-9 * yy) & (cov > 0)  # a channel that is gone has no gain
-        gains = np.where(moves, cov / np.where(moves, vx, 1.0), 1.0)
-        left = np.where(moves, np.maximum(vy - gains * cov, 0.0) / gains**2, dd)
+        varies = live & (vy > 1e-9 * yy) & (cov > 0)  # a channel that is gone has no gain
+        gains = np.where(varies, cov / np.where(varies, vx, 1.0), 1.0)
+        left = np.where(varies, np.maximum(vy - gains * cov, 0.0) / gains**2, dd)
         undone = float(np.minimum(left, dd).sum())
         weights = np.where(live, xx, 0.0)
         distance = float((weights * np.abs(np.log(np.clip(gains, 1e-6, 1e6)))).sum() / max(weights.sum(), 1e-300))

@@ -332,9 +332,9 @@ def fitted_to_widths(table: CalibrationTable, plan: PlacementPlan) -> Calibratio
 
 
 def _without_farthest(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
-    """The table with the low ends of spared values at the quantile that few values lie below."""
+    """The table with the low ends of `PlacementPlan.quantile_lows` at the quantile that few values lie below."""
     ranges = {}
-    for name in plan.spared if table.method == "minmax" else ():
+    for name in plan.quantile_lows if table.method == "minmax" else ():
         histogram = table.tensors[name].histogram if name in table.tensors else None
         if histogram is not None and histogram.total:
             low, high = table.range_of(name)

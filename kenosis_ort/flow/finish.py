@@ -35,12 +35,12 @@ from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
+from kenosis_ort.tuning.promise import LEAST_SQNR_DB
 from kenosis_ort.verify import clipping_loss
 
 _log = logging.getLogger(__name__)
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
-POOR_DB = 10.0
 WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
@@ -113,7 +113,7 @@ def finish(
     call.notes += build.notes
     # Warnings and notes about outputs, precision and cost.
     compared, kind = call.outputs, call.compared_on
-    for bad in (c for c in compared if c.sqnr_db < POOR_DB):
+    for bad in (c for c in compared if c.sqnr_db < LEAST_SQNR_DB):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on {kind}"
         more = "" if request.widths.are_bytes else "more bits, "
         wide = QuantType.QUInt16

@@ -39,6 +39,7 @@ from kenosis_ort.report.facts import CalibrationSummary
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
 from kenosis_ort.storage import writing
+from kenosis_ort.tuning.promise import LEAST_SQNR_DB
 
 _CALLERS: Final = (
     errors.CalibrationCacheError,
@@ -320,13 +321,13 @@ def _quantized(call: Call) -> QuantizationReport:
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
     bad, poor = (
         finish.worthless(call.outputs, call.compared_on, least) if free else None
-        for least in (finish.WORTHLESS_DB, finish.POOR_DB)
+        for least in (finish.WORTHLESS_DB, LEAST_SQNR_DB)
     )
     if poor is not None:
         build = call.attempt("Leaving nodes float", partial(improve.with_float_nodes, call, builder, planned), planned)
         if build is not planned:
             finish.compare(call, build, feeds)
-            bad = bad and finish.worthless(call.outputs, call.compared_on, finish.POOR_DB)
+            bad = bad and finish.worthless(call.outputs, call.compared_on, LEAST_SQNR_DB)
     chosen = build
     if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)

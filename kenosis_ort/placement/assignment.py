@@ -40,7 +40,7 @@ class Domain:
     Attributes:
         integer: Names of the nodes that run in integer.
         float_output: Names of the integer anchors whose output stays float.
-        heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
+        last_anchors: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
         between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
         refused: Names of anchors that the caller's words leave float, with the reason.
     """
@@ -54,16 +54,16 @@ class Domain:
         self._readers = {value: self.view.consumers(value) for node in self.view.nodes for value in node.outputs}
         self._outputs = frozenset(self.view.graph.outputs)
         self.float_output: set[str] = set()
-        self.heads: dict[str, bool] = {}
+        self.last_anchors: dict[str, bool] = {}
         self.between: set[str] = set()
         self.refused: dict[str, str] = {}
         if self.target.whole:
             self.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
             return
         anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
-        self.heads = self._heads(anchors, {} if base is None else base.heads)
+        self.last_anchors = self._last_anchors(anchors, {} if base is None else base.last_anchors)
         requested = self.constraints.requested
-        anchors -= {name for name, stays_float in self.heads.items() if stays_float and name not in requested}
+        anchors -= {name for name, stays_float in self.last_anchors.items() if stays_float and name not in requested}
         self.integer = self._settled(anchors, anchors)
         for name in self._without_output_q():
             if self._may_write_float(classes[name].node):
@@ -218,24 +218,24 @@ class Domain:
                     feeds.add(value)
         return feeds
 
-    def _heads(self, anchors: set[str], before: Mapping[str, bool]) -> dict[str, bool]:
+    def _last_anchors(self, anchors: set[str], before: Mapping[str, bool]) -> dict[str, bool]:
         """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
         reaches: set[ir.Value | None] = set()  # values from which an anchor can be reached
-        heads: dict[str, bool] = {}
+        last_anchors: dict[str, bool] = {}
         for node in reversed(self.view.nodes):
             onward = not reaches.isdisjoint(node.outputs)
             is_anchor = str(node.name) in anchors
             if is_anchor and not onward:
-                heads[str(node.name)] = False
+                last_anchors[str(node.name)] = False
             if is_anchor or onward:
                 reaches.update(node.inputs, self.view.captured_by(node))
-        convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
+        convs = [name for name in last_anchors if self.classes[name].node.op_type not in self.target.float_output]
         keep = self.options.protect_outputs == "float"
         if self.options.protect_outputs == "auto":
             work = {name: self.view.multiply_accumulates(self.classes[name].node) for name in anchors}
             most = self.target.head_float_share * sum(work.values())
             keep = len(convs) < len(anchors) and sum(work[name] for name in convs) <= most
-        return {name: before.get(name, False) or (keep and name in convs) for name in heads}
+        return {name: before.get(name, False) or (keep and name in convs) for name in last_anchors}
 
 
 class Assignment:

@@ -89,7 +89,7 @@ class Decider:
             kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
             return kind, c.rule, self.options.keep_float.get(name, c.reason)
         # Float, by whom?
-        if c.role is Role.ANCHOR and domain.heads.get(name):
+        if c.role is Role.ANCHOR and domain.last_anchors.get(name):
             return Kind.FLOAT, "output-protection", "computes a graph output; the output policy keeps it float"
         if name in domain.refused:
             return Kind.FLOAT, "caller-float-output", domain.refused[name]
@@ -305,7 +305,7 @@ class _Placement:
         narrowed = saturation_limits(self.view, quantized.values())
         few = filter(None, map(self._clipping_little, narrowed))
         self.saturations = tuple(few) if self.target.clips_slowly else narrowed
-        self.spared = tuple(limit.value for limit in narrowed if limit not in self.saturations)
+        self.quantile_lows = tuple(limit.value for limit in narrowed if limit not in self.saturations)
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
         """A limit that an integer kernel seldom clips at: below 0, where half of the values may be, far off."""
@@ -419,7 +419,7 @@ class _Placement:
             grids=self._grid_limits(groups),
             barriers=self.target.hooks.barriers(placed),
             splits=self._splits(by_value),
-            spared=tuple(value for value in self.spared if groups.members(value) == [value]),
+            quantile_lows=tuple(value for value in self.quantile_lows if groups.members(value) == [value]),
             largest_pair=weight_pair(self.target.types.largest_pair),
             even_channels=self.target.types.even_channels,
             notes=self._notes(),

@@ -83,11 +83,11 @@ class MinCut:
         """
         path = [_SOURCE]
         while path and path[-1] != _SINK:
-            vertex, heads = path[-1], ways[path[-1]]
-            while heads and not self._leads_on(vertex, heads[-1], level):
-                heads.pop()
-            if heads:
-                path.append(heads[-1])
+            vertex, ends = path[-1], ways[path[-1]]
+            while ends and not self._leads_on(vertex, ends[-1], level):
+                ends.pop()
+            if ends:
+                path.append(ends[-1])
                 continue
             path.pop()
             if path:

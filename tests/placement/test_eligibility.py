@@ -202,15 +202,15 @@ def test_int8_outputs_are_stocks(policy, floats):
 
 
 def test_heads_are_the_anchors_behind_which_no_anchor_lies():
-    assert set(domain_of(models.two_input_detector()).heads) == {"box_head", "score_head"}
-    assert set(domain_of(models.net_with_if()).heads) == {"conv1"}
-    assert domain_of(net("y = Conv (x, w)")).heads == {"Conv_y": False}, "auto never keeps the only Conv float"
+    assert set(domain_of(models.two_input_detector()).last_anchors) == {"box_head", "score_head"}
+    assert set(domain_of(models.net_with_if()).last_anchors) == {"conv1"}
+    assert domain_of(net("y = Conv (x, w)")).last_anchors == {"Conv_y": False}, "auto never keeps the only Conv float"
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("float", True), ("int8", False), (None, False)])
 def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy, stays):
     found = domain_of(models.concat_net(), protect_outputs=policy)
-    assert (found.heads, "head" in found.integer) == ({"head": stays}, not stays)
+    assert (found.last_anchors, "head" in found.integer) == ({"head": stays}, not stays)
     assert "fc2" in domain_of(models.mlp(), protect_outputs=policy).integer
 
 
@@ -219,7 +219,7 @@ def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels, s
     """Of the multiply-accumulates the head has 0.3 % or 18 %."""
     text = f"""net (float[1,16,64,64] x) => (y) <float[64,16,3,3] w, float[{channels},64,1,1] v> {{
       c = Conv <{CONV}> (x, w) p = AveragePool <kernel_shape = [4,4], strides = [4,4]> (c) y = Conv (p, v) }}"""
-    assert domain_of(text).heads == {"Conv_y": stays}
+    assert domain_of(text).last_anchors == {"Conv_y": stays}
 
 
 # ---- scale factors, masks, ids and shapes keep out of int8, and so does the node where they meet the data ------------

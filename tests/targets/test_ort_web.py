@@ -74,15 +74,15 @@ def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path):
     """2 % of the values in front of a Relu lie below its range, whatever chose the range; the rest costs nothing."""
     model = chain()
     table, plan = calibrate(model, models.reader(model, 8), target="ort-web"), preview(model, target="ort-web")
-    assert len(plan.spared) == 3
+    assert len(plan.quantile_lows) == 3
     fitted = fitted_to_widths(table, plan)
-    for name in plan.spared:
+    for name in plan.quantile_lows:
         (low, high), (cut, end) = table.range_of(name), fitted.range_of(name)
         assert low < cut < 0 < end == high
         histogram = table.tensors[name].histogram
         assert _FARTHEST / 2 < histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total <= _FARTHEST
-    assert fitted_to_widths(fitted, plan).range_of(plan.spared[0]) == fitted.range_of(plan.spared[0])
-    assert not preview(model, target="ort-cpu").spared
+    assert fitted_to_widths(fitted, plan).range_of(plan.quantile_lows[0]) == fitted.range_of(plan.quantile_lows[0])
+    assert not preview(model, target="ort-cpu").quantile_lows
 
 
 def test_rule_web_depthwise_float():
